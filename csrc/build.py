@@ -300,7 +300,7 @@ def build(cc: Optional[str] = None, out: Optional[Path] = None, sanitize: Option
                           library, list(objects.values()), version, folder)
         if harness:
             binary = folder / "checkasm"
-            made += _link(command + ["-Wl,-z,noexecstack"] + ldflags + [str(o) for o in harness.values()] + inputs + tail,
+            made += _link(command + ["-no-pie", "-Wl,-z,noexecstack"] + ldflags + [str(o) for o in harness.values()] + inputs + tail,
                           binary, list(harness.values()) + list(objects.values()), version, folder)
     done = [str(p) for p in (library, binary) if p]
     compiled = " ".join(sorted({unit.isa for unit in found if unit.isa})) or "baseline only"
