@@ -215,9 +215,10 @@ class ModelConfig:
         # llama.cpp ends a reply at any of the three
         ends = (fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         values["eos_token_id"] = [i for i in ends if i is not None]
-        scaling = fields.get(f"{name}.rope.scaling.type", "none")
+        old = fields.get(f"{name}.rope.scale_linear", 0)  # 2023's spelling
+        scaling = fields.get(f"{name}.rope.scaling.type", "linear" if old else "none")
         if scaling != "none":
-            values["rope_scaling"] = {"rope_type": scaling, "factor": fields.get(f"{name}.rope.scaling.factor")}
+            values["rope_scaling"] = {"rope_type": scaling, "factor": fields.get(f"{name}.rope.scaling.factor") or old}
         config = cls._read(_Source(values, file, spelling), None)
         for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
             if fields.get(key, config.head_dim) != config.head_dim:
@@ -322,7 +323,7 @@ def _rope(s: _Source) -> Tuple[float, Optional[Dict[str, Any]]]:
 
 
 def _rope_scaling(s: _Source, key: str, value: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
-    kinds = {value.get(k) for k in ("rope_type", "type") if isinstance(value.get(k), str)} or {"default"}
+    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind not in _ROPE_PARAMETERS:
         raise s.fail(f"{key}.rope_type", "one of " + ", ".join(_ROPE_PARAMETERS), " and ".join(sorted(kinds)))
