@@ -1,0 +1,463 @@
+/* One step for m rows: embedding -> layers -> final norm -> logits or candidates of the rows that ask. SPDX-License-Identifier: Apache-2.0
+ *
+ * The step is a row of phases; kestrel_pool_run shares out a phase's tasks and returns when all are done. Tasks write disjoint
+ * outputs and a row's operations never depend on its neighbours, so neither the threads nor the rows of a pass show in the bits.
+ * Nothing is allocated. All K and V of a pass are stored (rounded to the cache's type) before any row attends.
+ */
+#include "exp.h"
+#include "model.h"
+#include "sample.h"
+#include <limits.h>
+#include <poll.h>
+#include <stdatomic.h>
+
+enum { TASKS_PER_THREAD = 4 };
+
+typedef struct step {
+    kestrel_model *model;
+    const kestrel_row *rows;
+    int32_t m;
+    kestrel_output *out;
+    int32_t row_block; /* rows of one task in phases that go by rows; even, so that a pair of rows is never split */
+    int32_t layer;
+    /* matmul */
+    const kestrel_weight *weight;
+    const float *src; /* f32 input rows and their stride, for norm, quantisation and the f32 matmul */
+    int64_t src_stride;
+    float *dst;
+    int64_t dst_stride;
+    int32_t dst_rows, tasks;
+    /* norm */
+    const float *gain, *delta;
+    const int32_t *pick; /* rows to take, or NULL for all */
+    /* attention */
+    int32_t tiles, wave_begin, wave_spans;
+} step;
+
+static int32_t row_tasks(const step *s, int32_t rows) { return (rows + s->row_block - 1) / s->row_block; }
+
+static void run(step *s, kestrel_task_fn *fn, int32_t tasks)
+{
+    s->tasks = tasks;
+    kestrel_pool_run(s->model->pool, fn, s, tasks);
+}
+
+static void report_bad_row(kestrel_model *model, int32_t row)
+{
+    int seen = atomic_load_explicit(&model->bad_row, memory_order_relaxed);
+    while (row < seen && !atomic_compare_exchange_weak_explicit(&model->bad_row, &seen, row, memory_order_relaxed, memory_order_relaxed)) {}
+}
+
+#define FOR_ROWS(s, task, count) \
+    for (int32_t i = (task) * (s)->row_block, end_ = i + (s)->row_block < (count) ? i + (s)->row_block : (count); i < end_; i++)
+
+/* --- phases ---------------------------------------------------------------------------------------------------- */
+
+static void embed_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    const int64_t half = c->head_dim / 2;
+    (void)thread;
+    FOR_ROWS(s, task, s->m) {
+        kestrel_unpack_row(&c->embedding, s->rows[i].token, m->x + (int64_t)i * c->hidden_size);
+        for (int64_t j = 0; j < half; j++) {
+            double sine, cosine;
+            kestrel_sincos((double)((float)s->rows[i].position * c->rope_inv_freq[j]), &sine, &cosine); /* the angle in f32, as trained */
+            m->cosine[i * half + j] = (float)cosine;
+            m->sine[i * half + j] = (float)sine;
+        }
+        m->lo[i] = 0;
+        m->hi[i] = s->rows[i].position;
+    }
+}
+
+/* Quantises rows [first, last) of src for the int8 weight that reads them next. */
+static void quantize(step *s, int32_t first, int32_t last)
+{
+    if (s->weight->type == KESTREL_INT8 && last > first)
+        s->model->kernels.quantize_rows(s->src, s->src_stride, s->weight->k, first, last - first, &s->model->lhs);
+}
+
+static void norm_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const int64_t h = m->config.hidden_size;
+    (void)thread;
+    int32_t first = -1, last = 0;
+    FOR_ROWS(s, task, s->dst_rows) {
+        const int64_t row = s->pick ? s->pick[i] : i;
+        if (!m->kernels.norm(m->x + row * h, s->delta ? s->delta + row * h : NULL, s->gain, h, m->config.rms_norm_eps, m->normed + i * h))
+            report_bad_row(m, (int32_t)row);
+        if (first < 0) first = i;
+        last = i + 1;
+    }
+    quantize(s, first, last);
+}
+
+static void quantize_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    (void)thread;
+    const int32_t first = task * s->row_block, last = first + s->row_block < s->dst_rows ? first + s->row_block : s->dst_rows;
+    quantize(s, first, last);
+}
+
+static void activation_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const int64_t n = m->config.intermediate_size;
+    (void)thread;
+    FOR_ROWS(s, task, s->m) {
+        float *gate = m->gate_up + i * 2 * n;
+        m->kernels.silu_multiply(gate, gate + n, n, gate);
+    }
+    quantize_task(arg, task, thread);
+}
+
+/* Panels [begin, end) of the weight for all rows; a last panel that hangs over n goes through a small tile. */
+static void matmul_panels(const step *s, int64_t begin, int64_t end, float *dst, int64_t dst_stride)
+{
+    const kestrel_weight *w = s->weight;
+    const uint8_t *data = (const uint8_t *)w->data + begin * panel_bytes(w->type, w->k);
+    if (w->type == KESTREL_INT8)
+        s->model->kernels.matmul_int8(data, end - begin, &s->model->lhs, s->dst_rows, dst, dst_stride);
+    else
+        s->model->kernels.matmul_f32(data, end - begin, w->k, s->src, s->src_stride, s->dst_rows, dst, dst_stride);
+}
+
+static void matmul_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    const kestrel_weight *w = s->weight;
+    const int64_t panels = round_up(w->n, PANEL) / PANEL;
+    const int64_t begin = panels * task / s->tasks;
+    int64_t end = panels * (task + 1) / s->tasks;
+    const bool hangs_over = end * PANEL > w->n;
+    (void)thread;
+    if (end - hangs_over > begin) matmul_panels(s, begin, end - hangs_over, s->dst + begin * PANEL, s->dst_stride);
+    if (!hangs_over) return;
+    /* The last panel's columns past n must not be written. Only one task has that panel, so one buffer serves. */
+    float *tail = s->model->tail;
+    matmul_panels(s, end - 1, end, tail, PANEL);
+    const int64_t column = (end - 1) * PANEL;
+    for (int32_t i = 0; i < s->dst_rows; i++) memcpy(s->dst + i * s->dst_stride + column, tail + i * PANEL, (size_t)(w->n - column) * sizeof *tail);
+}
+
+static void rope_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    const int64_t d = c->head_dim, half = d / 2, nq = c->n_heads * d, nk = c->n_kv_heads * d;
+    const float scale = 1.0f / sqrtf((float)d);
+    (void)thread;
+    FOR_ROWS(s, task, s->m) {
+        float *q = m->qkv + (int64_t)i * m->qkv_columns, *k = q + nq, *v = k + nk;
+        m->kernels.rope(q, c->n_heads + c->n_kv_heads, d, m->cosine + i * half, m->sine + i * half);
+        for (int64_t j = 0; j < nq; j++) q[j] *= scale;
+        for (int32_t head = 0; head < c->n_kv_heads; head++)
+            kestrel_kv_store(s->rows[i].kv, s->layer, head, s->rows[i].position, k + head * d, v + head * d);
+    }
+}
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
+
+static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t span, float *states, float *work)
+{
+    const kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    const int32_t group = c->n_heads / c->n_kv_heads;
+    kestrel_span a = {.type = tile->kv->type, .d = c->head_dim, .begin = span * SPAN, .queries = tile->rows * group, .q_stride = m->qkv_columns, .group = group,
+                      .q = m->qkv + (int64_t)tile->row0 * m->qkv_columns + (int64_t)tile->head * group * c->head_dim, .lo = m->lo + tile->row0,
+                      .hi = m->hi + tile->row0, .state = states, .work = work};
+    kestrel_kv_span(tile->kv, s->layer, tile->head, span, &a.k, &a.v);
+    return a;
+}
+
+static void empty_states(const step *s, const kestrel_tile *tile, float *states)
+{
+    const kestrel_config *c = &s->model->config;
+    for (int32_t i = 0; i < tile->rows * (c->n_heads / c->n_kv_heads); i++) states[i * (int64_t)(STATE_HEAD + c->head_dim)] = -INFINITY;
+}
+
+static void finish_tile(const step *s, const kestrel_tile *tile, const float *states)
+{
+    const kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    const int64_t d = c->head_dim, group = c->n_heads / c->n_kv_heads;
+    for (int32_t i = 0; i < tile->rows * group; i++)
+        m->kernels.attention_finish(states + i * (STATE_HEAD + d), d,
+                                    m->attended + (tile->row0 + i / group) * c->n_heads * d + (tile->head * group + i % group) * d);
+}
+
+static int32_t first_span(const step *s, const kestrel_tile *tile) { return s->model->lo[tile->row0] / SPAN; }
+static int32_t last_span(const step *s, const kestrel_tile *tile) { return s->model->hi[tile->row0 + tile->rows - 1] / SPAN; }
+
+/* Enough tiles for all threads: one task walks all spans of its tile. */
+static void tile_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const kestrel_tile *tile = &m->tiles[task];
+    float *states = m->states + (int64_t)thread * m->tile_queries * (STATE_HEAD + m->config.head_dim);
+    float *work = m->work + (int64_t)thread * m->tile_queries * SPAN;
+    empty_states(s, tile, states);
+    for (int32_t span = first_span(s, tile); span <= last_span(s, tile); span++) {
+        const kestrel_span a = span_of(s, tile, span, states, work);
+        m->kernels.attention_span(&a);
+    }
+    finish_tile(s, tile, states);
+}
+
+static float *partial_states(const step *s, int32_t tile, int32_t span)
+{
+    const kestrel_model *m = s->model;
+    return m->partials + ((int64_t)tile * WAVE + span % WAVE) * m->tile_queries * (STATE_HEAD + m->config.head_dim);
+}
+
+/* Few tiles: each span of a wave is a task with a state of its own, and merge_task joins them in the same ascending order. */
+static void span_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const int32_t t = task / s->wave_spans, span = s->wave_begin + task % s->wave_spans;
+    const kestrel_tile *tile = &m->tiles[t];
+    if (span < first_span(s, tile) || span > last_span(s, tile)) return;
+    float *states = partial_states(s, t, span);
+    empty_states(s, tile, states);
+    const kestrel_span a = span_of(s, tile, span, states, m->work + (int64_t)thread * m->tile_queries * SPAN);
+    m->kernels.attention_span(&a);
+}
+
+static void merge_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    kestrel_model *m = s->model;
+    const kestrel_tile *tile = &m->tiles[task];
+    const int64_t state = STATE_HEAD + m->config.head_dim;
+    const int32_t queries = tile->rows * (m->config.n_heads / m->config.n_kv_heads);
+    float *states = m->wave_states + (int64_t)task * m->tile_queries * state;
+    (void)thread;
+    if (s->wave_begin <= first_span(s, tile)) empty_states(s, tile, states);
+    for (int32_t span = s->wave_begin; span < s->wave_begin + WAVE; span++) {
+        if (span < first_span(s, tile) || span > last_span(s, tile)) continue;
+        const float *partial = partial_states(s, task, span);
+        for (int32_t i = 0; i < queries; i++) m->kernels.attention_merge(states + i * state, partial + i * state, m->config.head_dim);
+    }
+    if (last_span(s, tile) < s->wave_begin + WAVE) finish_tile(s, tile, states);
+}
+
+static void attention(step *s)
+{
+    kestrel_model *m = s->model;
+    int32_t first = INT_MAX, last = 0;
+    for (int32_t t = 0; t < s->tiles; t++) {
+        if (first_span(s, &m->tiles[t]) < first) first = first_span(s, &m->tiles[t]);
+        if (last_span(s, &m->tiles[t]) > last) last = last_span(s, &m->tiles[t]);
+    }
+    if (m->threads == 1 || first == last || s->tiles > WAVE_TILES * m->threads) {
+        run(s, tile_task, s->tiles);
+        return;
+    }
+    for (s->wave_begin = first; s->wave_begin <= last; s->wave_begin += WAVE) {
+        s->wave_spans = last - s->wave_begin + 1 < WAVE ? last - s->wave_begin + 1 : WAVE;
+        run(s, span_task, s->tiles * s->wave_spans);
+        run(s, merge_task, s->tiles);
+    }
+}
+
+/* Rows of one kv and one kv head, cut so that a tile's queries fit the scratch. */
+static void cut_tiles(step *s)
+{
+    kestrel_model *m = s->model;
+    const int32_t group = m->config.n_heads / m->config.n_kv_heads, most = m->tile_queries / group;
+    s->tiles = 0;
+    for (int32_t begin = 0; begin < s->m;) {
+        int32_t end = begin + 1;
+        while (end < s->m && s->rows[end].kv == s->rows[begin].kv) end++;
+        for (int32_t row = begin; row < end; row += most)
+            for (int32_t head = 0; head < m->config.n_kv_heads; head++)
+                m->tiles[s->tiles++] = (kestrel_tile){s->rows[begin].kv, head, row, end - row < most ? end - row : most};
+        begin = end;
+    }
+}
+
+/* --- the step ------------------------------------------------------------------------------------------------------ */
+
+/* dst = src @ weight^T over `rows` rows; int8: the lhs has been filled by the phase before. */
+static void matmul(step *s, int32_t rows, float *dst, int64_t dst_stride)
+{
+    const int64_t panels = round_up(s->weight->n, PANEL) / PANEL;
+    const int64_t most = s->model->threads == 1 ? 1 : (int64_t)s->model->threads * TASKS_PER_THREAD;
+    s->dst = dst;
+    s->dst_stride = dst_stride;
+    s->dst_rows = rows;
+    run(s, matmul_task, (int32_t)(panels < most ? panels : most));
+}
+
+static void set_input(step *s, const kestrel_weight *weight, const float *src, int64_t stride)
+{
+    s->weight = weight;
+    s->src = src;
+    s->src_stride = stride;
+    s->model->lhs.kp = padded_k(weight->k);
+}
+
+static void norm(step *s, const float *gain, const float *delta, const int32_t *pick, int32_t rows)
+{
+    s->gain = gain;
+    s->delta = delta;
+    s->pick = pick;
+    s->dst_rows = rows;
+    run(s, norm_task, row_tasks(s, rows));
+}
+
+static bool cancelled(int32_t fd)
+{
+    struct pollfd p = {.fd = fd, .events = POLLIN};
+    return fd >= 0 && poll(&p, 1, 0) > 0 && (p.revents & POLLIN);
+}
+
+static int32_t not_finite(step *s, int32_t layer)
+{
+    const int row = atomic_load_explicit(&s->model->bad_row, memory_order_relaxed);
+    if (row == INT_MAX) return KESTREL_OK;
+    if (s->out) {
+        s->out->error_layer = layer;
+        s->out->error_row = row;
+    }
+    return KESTREL_E_NOT_FINITE;
+}
+
+static int32_t layers(step *s, int32_t cancel_fd)
+{
+    kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    const int64_t h = c->hidden_size, nd = (int64_t)c->n_heads * c->head_dim, n = c->intermediate_size;
+    run(s, embed_task, row_tasks(s, s->m));
+    cut_tiles(s);
+    for (s->layer = 0; s->layer < c->n_layers; s->layer++) {
+        const kestrel_layer *l = &c->layers[s->layer];
+        if (cancelled(cancel_fd)) return KESTREL_E_CANCELLED;
+
+        set_input(s, &l->qkv, m->normed, h);
+        norm(s, l->attention_norm, s->layer ? m->delta : NULL, NULL, s->m);
+        matmul(s, s->m, m->qkv, m->qkv_columns);
+        run(s, rope_task, row_tasks(s, s->m));
+        attention(s);
+
+        set_input(s, &l->o, m->attended, nd);
+        if (l->o.type == KESTREL_INT8) run(s, quantize_task, row_tasks(s, s->m));
+        matmul(s, s->m, m->delta, h);
+
+        set_input(s, &l->gate_up, m->normed, h);
+        norm(s, l->mlp_norm, m->delta, NULL, s->m);
+        matmul(s, s->m, m->gate_up, 2 * n);
+
+        set_input(s, &l->down, m->gate_up, 2 * n);
+        run(s, activation_task, row_tasks(s, s->m));
+        matmul(s, s->m, m->delta, h);
+
+        const int32_t status = not_finite(s, s->layer);
+        if (status) return status;
+    }
+    return KESTREL_OK;
+}
+
+static void finite_task(void *arg, int32_t task, int32_t thread)
+{
+    step *s = arg;
+    const float *row = s->dst + task * s->dst_stride;
+    uint32_t bad = 0;
+    (void)thread;
+    for (int64_t i = 0; i < s->weight->n; i++) bad |= !(row[i] >= -3.402823466e38f && row[i] <= 3.402823466e38f);
+    if (bad) report_bad_row(s->model, s->pick[task]);
+}
+
+/* Final norm and head over the picked rows, one matmul; logits land in dst. */
+static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
+{
+    kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    set_input(s, &c->head, m->normed, c->hidden_size);
+    norm(s, c->final_norm, m->delta, pick, rows);
+    int32_t status = not_finite(s, c->n_layers);
+    if (status) return status;
+    matmul(s, rows, dst, c->vocab_size);
+    run(s, finite_task, rows);
+    return not_finite(s, c->n_layers + 1);
+}
+
+static int32_t outputs(step *s)
+{
+    kestrel_model *m = s->model;
+    const kestrel_config *c = &m->config;
+    kestrel_output *out = s->out;
+    /* First the rows whose logits go out, into place; then those of which only candidates are wanted, in batches. */
+    int32_t logits = 0, n = 0;
+    for (int32_t i = 0; i < s->m; i++)
+        if (s->rows[i].want & KESTREL_WANT_LOGITS) m->wanted[logits++] = i;
+    n = logits;
+    for (int32_t i = 0; i < s->m; i++)
+        if (s->rows[i].want == KESTREL_WANT_CANDIDATES) m->wanted[n++] = i;
+    for (int32_t begin = 0; begin < n;) {
+        const bool direct = begin < logits;
+        const int32_t left = (direct ? logits : n) - begin, count = direct || left < HEAD_BATCH ? left : HEAD_BATCH;
+        float *dst = direct ? out->logits : m->head_logits;
+        const int32_t status = head(s, m->wanted + begin, count, dst);
+        if (status) return status;
+        for (int32_t j = 0; j < count; j++) {
+            const int32_t row = m->wanted[begin + j];
+            if (!(s->rows[row].want & KESTREL_WANT_CANDIDATES)) continue;
+            int64_t at = 0; /* place among the rows that want candidates */
+            for (int32_t i = 0; i < row; i++) at += (s->rows[i].want & KESTREL_WANT_CANDIDATES) != 0;
+            kestrel_candidates(dst + (int64_t)j * c->vocab_size, c->sampled_vocab, out->n_candidates, out->candidate_ids + at * out->n_candidates,
+                               out->candidate_logits + at * out->n_candidates);
+        }
+        begin += count;
+    }
+    return KESTREL_OK;
+}
+
+static int32_t check(const kestrel_model *m, const kestrel_row *rows, int32_t count, const kestrel_output *out)
+{
+    if (!m || !rows || count < 1) return KESTREL_E_ARGUMENT;
+    if (count > m->max_rows) return KESTREL_E_CAPACITY;
+    for (int32_t i = 0, of_kv = 0; i < count; i++) {
+        const kestrel_row *r = &rows[i];
+        const kestrel_kv *kv = r->kv;
+        if (!kv || r->token < 0 || r->token >= m->config.vocab_size || (r->want & ~3)) return KESTREL_E_ARGUMENT;
+        if (kv->n_layers != m->config.n_layers || kv->n_kv_heads != m->config.n_kv_heads || kv->head_dim != m->config.head_dim) return KESTREL_E_ARGUMENT;
+        if ((r->want & KESTREL_WANT_LOGITS) && (!out || !out->logits)) return KESTREL_E_ARGUMENT;
+        if ((r->want & KESTREL_WANT_CANDIDATES) && (!out || !out->candidate_ids || !out->candidate_logits || out->n_candidates < 1 ||
+                                                    out->n_candidates > m->config.sampled_vocab))
+            return KESTREL_E_ARGUMENT;
+        of_kv = i && rows[i - 1].kv == kv ? of_kv + 1 : 1;
+        if (r->position != kv->length + of_kv - 1) return KESTREL_E_POSITION;
+        if (of_kv == 1)
+            for (int32_t j = 0; j < i; j++)
+                if (rows[j].kv == kv) return KESTREL_E_POSITION; /* rows of one kv are consecutive */
+        if (of_kv > kv->max_rows || r->position >= kv->capacity) return KESTREL_E_CAPACITY;
+    }
+    return KESTREL_OK;
+}
+
+int32_t kestrel_step(kestrel_model *model, const kestrel_row *rows, int32_t m, kestrel_output *out, int32_t cancel_fd)
+{
+    int32_t status = check(model, rows, m, out);
+    if (status) return status;
+    const uint64_t mode = kestrel_float_mode_enter();
+    step s = {.model = model, .rows = rows, .m = m, .out = out, .row_block = m > 16 * model->threads ? 8 : 2};
+    atomic_store_explicit(&model->bad_row, INT_MAX, memory_order_relaxed);
+    status = layers(&s, cancel_fd);
+    if (!status) status = outputs(&s);
+    if (!status)
+        for (int32_t i = 0; i < m; i++)
+            if (i + 1 == m || rows[i + 1].kv != rows[i].kv) rows[i].kv->length = rows[i].position + 1;
+    kestrel_float_mode_leave(mode);
+    return status;
+}
