@@ -318,12 +318,16 @@ def main(argv: Optional[List[str]] = None) -> int:
     ap.add_argument("--werror", action="store_true")
     a = ap.parse_args(argv)
     try:
-        done = build(a.cc, a.out, a.sanitize, a.target, a.jobs, a.werror)
-        if done.library and not a.sanitize:
-            try:
-                emit_cffi(done.library.parent)
-            except ImportError:
-                print("cffi can't be imported: _kestrel_cffi.py not written (pip install cffi)", file=sys.stderr)
+        if a.target != "checkasm":
+            done = build(a.cc, a.out, a.sanitize, "lib", a.jobs, a.werror)
+            if not a.sanitize:
+                try:
+                    emit_cffi(done.library.parent)
+                except ImportError:
+                    print("cffi can't be imported: _kestrel_cffi.py not written (pip install cffi)", file=sys.stderr)
+        # after the library: a harness in the middle of an edit doesn't hold it up
+        if a.target == "checkasm" or (a.target == "all" and any(CHECKASM.glob("*.c"))):
+            build(a.cc, a.out, a.sanitize, "checkasm", a.jobs, a.werror)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

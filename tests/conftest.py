@@ -44,14 +44,14 @@ def csrc_build():
 
 
 def pytest_configure(config):
-    """Bring library and harness up to date before any test module imports kestrel."""
+    """Bring the library up to date before any test module imports kestrel."""
     if EMULATED:
         if not (ROOT / "kestrel" / "libkestrel.so").exists():
             raise pytest.UsageError(f"{ROOT}/kestrel has no libkestrel.so: under emulation run the tree of cross/build_aarch64.py")
         return
     build = csrc_build()
     try:
-        build.build(target="all", out=ROOT / "kestrel", quiet=True)
+        build.build(target="lib", out=ROOT / "kestrel", quiet=True)
         build.emit_cffi(ROOT / "kestrel")
     except build.BuildError as error:
         raise pytest.UsageError(f"csrc/build.py: {error}")
@@ -90,7 +90,10 @@ def checkasm() -> List[str]:
         assert found, f"no checkasm under {ROOT}/build: cross/build_aarch64.py puts it there"
         return [os.environ["ARM_RUN"], str(found[0])]
     build = csrc_build()
-    done = build.build(target="checkasm", quiet=True)
+    try:
+        done = build.build(target="checkasm", quiet=True)
+    except build.BuildError as error:
+        pytest.fail(f"csrc/build.py --target checkasm: {error}", pytrace=False)
     return [str(done.checkasm)]
 
 
