@@ -1,0 +1,232 @@
+/* attention_span, Armv8.0 NEON: up to four queries share each converted K and V vector. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
+ *
+ * Scores: lanes are keys, 16 at a time, fma ascending over d. Softmax: lanes are keys, the eight partial sums are two registers.
+ * Values: lanes are d, 16 at a time, fma ascending over keys; keys outside a query's range are never visited. */
+#include "exp.h"
+#include "kernels.h"
+#include <arm_neon.h>
+#include <assert.h>
+
+#define INLINE static inline __attribute__((always_inline))
+enum { TILE = 4, MAX_D = 512, KEYS = 16 };
+
+/* The live queries of one tile; keys count from the span's first. */
+typedef struct tile {
+    const float *q[TILE];
+    float *score[TILE];
+    int32_t first[TILE], last[TILE];
+    int n;
+} tile;
+
+/* 4 `vectors` values from p on; f16 converts exactly. */
+INLINE void load(const void *p, int64_t at, bool half, int vectors, float32x4_t *out)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; i += 2) {
+        if (half) {
+            const float16x8_t h = vld1q_f16((const float16_t *)p + at + 4 * i);
+            out[i] = vcvt_f32_f16(vget_low_f16(h));
+            out[i + 1] = vcvt_high_f32_f16(h);
+        } else {
+            out[i] = vld1q_f32((const float *)p + at + 4 * i);
+            out[i + 1] = vld1q_f32((const float *)p + at + 4 * i + 4);
+        }
+    }
+}
+
+INLINE void scores_step(float32x4_t s[TILE][4], const void *k, int64_t at, bool half, const float32x4_t *q, int lane, int n)
+{
+    float32x4_t v[4];
+    load(k, at, half, 4, v);
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++)
+            s[i][j] = lane == 0 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 0) : lane == 1 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 1) :
+                      lane == 2 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 2) : vfmaq_laneq_f32(s[i][j], v[j], q[i], 3);
+}
+
+INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t end, bool half, int n)
+{
+    const int64_t d = a->d;
+    for (int32_t key = begin / KEYS * KEYS; key < end; key += KEYS) {
+        const int64_t block = (int64_t)(key / KEY_BLOCK) * d * KEY_BLOCK + key % KEY_BLOCK;
+        float32x4_t s[TILE][4], q[TILE];
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = vdupq_n_f32(0.0f);
+        /* hot loop: 16 keys of n queries over d; its twin in values() runs over keys */
+        for (int64_t c = 0; c < d; c += 4) {
+#pragma GCC unroll 4
+            for (int i = 0; i < n; i++) q[i] = vld1q_f32(t->q[i] + c);
+            scores_step(s, a->k, block + c * KEY_BLOCK, half, q, 0, n);
+            scores_step(s, a->k, block + (c + 1) * KEY_BLOCK, half, q, 1, n);
+            scores_step(s, a->k, block + (c + 2) * KEY_BLOCK, half, q, 2, n);
+            scores_step(s, a->k, block + (c + 3) * KEY_BLOCK, half, q, 3, n);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) vst1q_f32(t->score[i] + key + 4 * j, s[i][j]);
+    }
+}
+
+/* kestrel_expf's steps. maxnm takes the number when the other is NaN, as exp.h's comparison does. */
+INLINE float32x4_t expf4(float32x4_t x0)
+{
+    const float32x4_t magic = vdupq_n_f32(EXPF_MAGIC), low = vdupq_n_f32(EXPF_LOW);
+    const float32x4_t x = vminnmq_f32(vmaxnmq_f32(x0, low), vdupq_n_f32(EXPF_HIGH));
+    const float32x4_t t = vfmaq_f32(magic, x, vdupq_n_f32(EXPF_LOG2E)), n = vsubq_f32(t, magic);
+    const float32x4_t r = vfmaq_f32(vfmaq_f32(x, n, vdupq_n_f32(-EXPF_LN2_HI)), n, vdupq_n_f32(-EXPF_LN2_LO));
+    float32x4_t p = vdupq_n_f32(EXPF_C0);
+    p = vfmaq_f32(vdupq_n_f32(EXPF_C1), p, r);
+    p = vfmaq_f32(vdupq_n_f32(EXPF_C2), p, r);
+    p = vfmaq_f32(vdupq_n_f32(EXPF_C3), p, r);
+    p = vfmaq_f32(vdupq_n_f32(EXPF_C4), p, r);
+    p = vfmaq_f32(vdupq_n_f32(EXPF_C5), p, r);
+    p = vaddq_f32(vfmaq_f32(r, p, vmulq_f32(r, r)), vdupq_n_f32(1.0f));
+    const uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(p), vshlq_n_u32(vreinterpretq_u32_f32(t), 23));
+    return vreinterpretq_f32_u32(vbicq_u32(y, vcltq_f32(x0, low)));
+}
+
+/* Scores of keys [first, last] -> p in place; state[0] = max, state[8..15] = L. Lanes of other keys take part as -Inf and as +0. */
+INLINE void softmax(float *score, int32_t first, int32_t last, float *state)
+{
+    static const int32_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const int32x4_t lane0 = vld1q_s32(lanes), lane1 = vld1q_s32(lanes + 4);
+    const int32x4_t from = vdupq_n_s32(first), to = vdupq_n_s32(last);
+    const float32x4_t none = vdupq_n_f32(-INFINITY);
+    float32x4_t top0 = none, top1 = none, l0 = vdupq_n_f32(0.0f), l1 = l0;
+    for (int32_t j = first & ~7; j <= last; j += 8) {
+        const int32x4_t k0 = vaddq_s32(lane0, vdupq_n_s32(j)), k1 = vaddq_s32(lane1, vdupq_n_s32(j));
+        const uint32x4_t live0 = vandq_u32(vcgeq_s32(k0, from), vcleq_s32(k0, to)), live1 = vandq_u32(vcgeq_s32(k1, from), vcleq_s32(k1, to));
+        top0 = vmaxnmq_f32(top0, vbslq_f32(live0, vld1q_f32(score + j), none));
+        top1 = vmaxnmq_f32(top1, vbslq_f32(live1, vld1q_f32(score + j + 4), none));
+    }
+    float max = vmaxnmvq_f32(vmaxnmq_f32(top0, top1));
+    if (max == 0.0f) { /* of +0 and -0 the contract's maximum is the first */
+        int32_t j = first;
+        while (score[j] != 0.0f) j++;
+        max = score[j];
+    }
+    const float32x4_t m = vdupq_n_f32(max);
+    for (int32_t j = first & ~7; j <= last; j += 8) {
+        const int32x4_t k0 = vaddq_s32(lane0, vdupq_n_s32(j)), k1 = vaddq_s32(lane1, vdupq_n_s32(j));
+        const uint32x4_t live0 = vandq_u32(vcgeq_s32(k0, from), vcleq_s32(k0, to)), live1 = vandq_u32(vcgeq_s32(k1, from), vcleq_s32(k1, to));
+        const float32x4_t p0 = expf4(vsubq_f32(vld1q_f32(score + j), m)), p1 = expf4(vsubq_f32(vld1q_f32(score + j + 4), m));
+        const float32x4_t q0 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p0), live0));
+        const float32x4_t q1 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p1), live1));
+        vst1q_f32(score + j, q0);
+        vst1q_f32(score + j + 4, q1);
+        l0 = vaddq_f32(l0, q0);
+        l1 = vaddq_f32(l1, q1);
+    }
+    state[0] = max;
+    vst1q_f32(state + 8, l0);
+    vst1q_f32(state + 12, l1);
+}
+
+INLINE void values_step(float32x4_t o[TILE][4], const void *v, int64_t at, bool half, const float32x4_t *p, int lane, int n, int vectors)
+{
+    float32x4_t x[4];
+    load(v, at, half, vectors, x);
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++)
+            o[i][j] = lane == 0 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 0) : lane == 1 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 1) :
+                      lane == 2 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 2) : vfmaq_laneq_f32(o[i][j], x[j], p[i], 3);
+}
+
+/* out[i][c .. c + 4 vectors) += p v over keys [begin, end) for queries i0 .. i0 + n. */
+INLINE void values_part(const kestrel_span *a, float *const *score, float *const *out, int64_t c, int32_t begin, int32_t end, bool half, int n, int vectors)
+{
+    const int64_t d = a->d;
+    float32x4_t o[TILE][4], p[TILE];
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) o[i][j] = vld1q_f32(out[i] + c + 4 * j);
+    int32_t key = begin;
+    for (; key + 4 <= end; key += 4) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) p[i] = vld1q_f32(score[i] + key);
+        values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
+        values_step(o, a->v, (key + 1) * d + c, half, p, 1, n, vectors);
+        values_step(o, a->v, (key + 2) * d + c, half, p, 2, n, vectors);
+        values_step(o, a->v, (key + 3) * d + c, half, p, 3, n, vectors);
+    }
+    for (; key < end; key++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i++) p[i] = vdupq_n_f32(score[i][key]);
+        values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < n; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < vectors; j++) vst1q_f32(out[i] + c + 4 * j, o[i][j]);
+}
+
+INLINE void values(const kestrel_span *a, float *const *score, float *const *out, int32_t begin, int32_t end, bool half, int n)
+{
+    int64_t c = 0;
+    if (begin >= end) return;
+    for (; c + 16 <= a->d; c += 16) values_part(a, score, out, c, begin, end, half, n, 4);
+    if (c < a->d) values_part(a, score, out, c, begin, end, half, n, 2);
+}
+
+INLINE void run(const kestrel_span *a, const tile *t, float *const *out, bool half, int n)
+{
+    int32_t low = SPAN, high = 0, begin = 0, end = SPAN;
+    for (int i = 0; i < n; i++) {
+        low = t->first[i] < low ? t->first[i] : low;
+        high = t->last[i] + 1 > high ? t->last[i] + 1 : high;
+        begin = t->first[i] > begin ? t->first[i] : begin;
+        end = t->last[i] + 1 < end ? t->last[i] + 1 : end;
+    }
+    if (end < begin) end = begin;
+    scores(a, t, low, high, half, n);
+    for (int i = 0; i < n; i++) softmax(t->score[i], t->first[i], t->last[i], out[i] - STATE_HEAD);
+    /* keys that only some queries see come before and after those that all see */
+    for (int i = 0; i < n; i++) values(a, t->score + i, out + i, t->first[i], t->last[i] + 1 < begin ? t->last[i] + 1 : begin, half, 1);
+    values(a, t->score, out, begin, end, half, n);
+    for (int i = 0; i < n; i++) values(a, t->score + i, out + i, t->first[i] > end ? t->first[i] : end, t->last[i] + 1, half, 1);
+}
+
+/* The same code per type and number of queries, so that tiles live in registers. */
+INLINE void dispatch(const kestrel_span *a, const tile *t, float *const *out, bool half)
+{
+    switch (t->n) {
+    case 1: run(a, t, out, half, 1); break;
+    case 2: run(a, t, out, half, 2); break;
+    case 3: run(a, t, out, half, 3); break;
+    default: run(a, t, out, half, 4);
+    }
+}
+
+void kestrel_attention_span_neon(const kestrel_span *a)
+{
+    const int64_t d = a->d, stride = STATE_HEAD + d;
+    float partial[TILE][STATE_HEAD + MAX_D];
+    assert(d >= 8 && d % 8 == 0 && d <= MAX_D);
+    for (int32_t i = 0; i < a->queries;) {
+        tile t = {.n = 0};
+        float *out[TILE], *state[TILE];
+        for (; i < a->queries && t.n < TILE; i++) {
+            const int32_t row = i / a->group;
+            const int32_t first = a->lo[row] > a->begin ? a->lo[row] - a->begin : 0;
+            const int32_t last = a->hi[row] < a->begin + SPAN - 1 ? a->hi[row] - a->begin : SPAN - 1;
+            if (first > last) continue;
+            t.q[t.n] = a->q + row * a->q_stride + (i % a->group) * d;
+            t.score[t.n] = a->work + (int64_t)i * SPAN;
+            t.first[t.n] = first;
+            t.last[t.n] = last;
+            memset(partial[t.n], 0, (size_t)stride * sizeof(float));
+            out[t.n] = partial[t.n] + STATE_HEAD;
+            state[t.n++] = a->state + i * stride;
+        }
+        if (t.n == 0) break;
+        if (a->type == KESTREL_F16) dispatch(a, &t, out, true);
+        else dispatch(a, &t, out, false);
+        for (int j = 0; j < t.n; j++) kestrel_attention_merge_portable(state[j], partial[j], d);
+    }
+}
