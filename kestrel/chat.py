@@ -25,13 +25,30 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's words for training; to us it is only its contents."""
+        """`{% generation %}` marks the assistant's words for training; to us it is only a scope."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Any) -> Any:
+            return caller()
+
+    class Namespace(jinja2.utils.Namespace):
+        """Refuses underscored names, which could shadow Python's own."""
+
+        def __init__(*args: Any, **values: Any) -> None:
+            jinja2.utils.Namespace.__init__(args[0])
+            for name, value in dict(*args[1:], **values).items():
+                args[0][name] = value
+
+        def __setitem__(self, name: Any, value: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace can't hold {name!r}")
+            super().__setitem__(name, value)
 
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%"))
@@ -65,6 +82,8 @@ def _environment() -> Any:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
+    environment.globals["namespace"] = Namespace
+    environment.globals["dict"] = lambda *args, **values: dict(*args, **values)  # not the class, a way to its attributes
     return environment
 
 
@@ -84,10 +103,11 @@ def render(template: Optional[str], messages: Sequence[Mapping[str, Any]], add_g
         if compiled is None:
             _compiled.clear()
             compiled = _compiled[template] = _environment().from_string(template)
-        names = {"tools": None, "documents": None, **variables}
-        names = {k: v for k, v in names.items() if v is not None or k in ("tools", "documents")}
+        names = {k: v for k, v in variables.items() if v is not None}
+        names = {"tools": None, "documents": None, "messages": messages, **names}
+        names = _apply(str, names)  # plain data only: nothing with methods of its own gets in
         pieces, length = [], 0
-        for piece in compiled.generate(messages=list(messages), add_generation_prompt=add_generation_prompt, **names):
+        for piece in compiled.generate(add_generation_prompt=bool(add_generation_prompt), **names):
             pieces.append(piece)
             length += len(piece)
             if length > _MAX_CHARACTERS:
@@ -165,11 +185,13 @@ def _guard(special_tokens: Mapping[str, int], template: str, mark: str) -> Calla
 
 
 def _apply(function: Callable[[str], str], value: Any) -> Any:
-    """`value` with the function applied to every string in it, dictionary keys included."""
+    """A copy of `value`, plain JSON data, with the function applied to every string in it, keys included."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, Mapping):
         return {_apply(function, k): _apply(function, v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_apply(function, v) for v in value]
-    return value
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise KestrelError(f"chat: expected plain data (text, numbers, lists, objects), found {type(value).__name__}")

@@ -63,8 +63,8 @@ class Tokenizer:
     """One checkpoint's tokenizer.
 
     Attributes: size (int, one more than the highest id; logits from there on are padding), special_tokens
-    ({text: id}), special_ids (frozenset of int), bos_token, eos_token, unk_token, pad_token (str or None), bos_token_id (int or None), adds_bos (bool:
-    a plain prompt begins with BOS).
+    ({text: id}), special_ids (frozenset of int), bos_token, eos_token, unk_token, pad_token (str or None),
+    bos_token_id (int or None), adds_bos (bool: a plain prompt begins with BOS).
     """
 
     @classmethod
