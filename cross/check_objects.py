@@ -12,6 +12,7 @@ library that takes a transcendental function or a soft fmaf from libm, whose seg
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import shutil
 import subprocess
@@ -57,14 +58,13 @@ LIBM = re.compile(r"^(exp|exp2|exp10|expm1|log|log2|log10|log1p|pow|sin|cos|tan|
 
 
 def tool(machine: str, name: str) -> str:
-    """The binutils of a machine: <machine>-objdump, or the plain one when it is this host's."""
-    found = shutil.which(f"{machine}-{name}")
-    if found:
-        return found
-    plain = shutil.which(name)
-    if plain and machine.split("-")[0] == subprocess.run(["uname", "-m"], stdout=subprocess.PIPE, universal_newlines=True).stdout.strip():
-        return plain
-    raise SystemExit(f"no {machine}-{name}: install binutils for {machine}")
+    """The binutils of a machine: <machine>-objdump, <architecture>-linux-gnu-objdump, or the plain one for this host's."""
+    architecture = machine.split("-")[0]
+    names = [f"{machine}-{name}", f"{architecture}-linux-gnu-{name}"] + ([name] if architecture == platform.machine() else [])
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if not found:
+        raise SystemExit(f"none of {', '.join(names)} found: install binutils for {architecture}")
+    return found
 
 
 def output(cmd: List[str]) -> str:
@@ -116,7 +116,7 @@ def library_faults(machine: str, library: Path) -> List[str]:
     for align in re.findall(r"^\s+LOAD\s.*\s(0x[0-9a-f]+)$", headers, re.M):
         if int(align, 16) < 65536:
             bad.append(f"has a LOAD segment aligned to {int(align, 16)}, expected 65536 or more")
-    stack = re.search(r"^\s+GNU_STACK\s.*\s([RWE ]{2,3})\s+0x[0-9a-f]+$", headers, re.M)
+    stack = re.search(r"^\s+GNU_STACK\s.*\s([RWE ]{2,3}?)\s+(?:0x)?[0-9a-f]+$", headers, re.M)
     if not stack or "E" in stack[1]:
         bad.append("asks for an executable stack")
     return sorted(set(bad))

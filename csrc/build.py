@@ -130,7 +130,11 @@ def _capture(cmd: List[str]) -> str:
 
 
 def machine_of(cc: List[str]) -> str:
-    return _capture(cc + ["-dumpmachine"])
+    """The target triple. zig's -dumpmachine refuses the glibc version in its own -target, so a stated target is taken at its word."""
+    for flag, value in zip(cc, cc[1:]):
+        if flag in ("-target", "--target"):
+            return value
+    return next((a.split("=", 1)[1] for a in cc if a.startswith("--target=")), None) or _capture(cc + ["-dumpmachine"])
 
 
 def _takes(cc: List[str], flags: List[str]) -> bool:
