@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: text and tables on stdout, progress on stderr; one line and exit code 2 for bad input."""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, Callable, List, NoReturn, Optional
+
+from .errors import KestrelError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1, found {text}")
+    return value
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def progress_bar(unit: str, what: str, scale: bool = True) -> Callable[[int, int], None]:
+    """progress(done, total) on stderr; nothing when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        return lambda done, total: None
+    from tqdm import tqdm
+
+    bar: List[Any] = []
+
+    def update(done: int, total: int) -> None:
+        if not bar:
+            bar.append(tqdm(total=total, unit=unit, unit_scale=scale, desc=what, leave=False, file=sys.stderr))
+        bar[0].update(done - bar[0].n)
+        if done >= total:
+            bar[0].close()
+
+    return update
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from .convert import convert
+
+    convert(args.source, args.destination, args.weights, progress_bar("B", "convert"))
+    size = os.path.getsize(args.destination)
+    if args.json:
+        _print_json({"path": args.destination, "bytes": size, "weights": args.weights})
+    else:
+        print(f"{args.destination}: {size / 1e6:.1f} MB, {args.weights} weights")
+    return 0
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return args.prompt
+    name = args.prompt_file or "stdin"
+    try:
+        if args.prompt_file:
+            with open(args.prompt_file, "rb") as file:
+                raw = file.read()
+        else:
+            raw = sys.stdin.buffer.read()
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise KestrelError(f"{name}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise KestrelError(f"{name}: not UTF-8 at byte {error.start}") from None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    if args.system is not None and not args.chat:
+        raise KestrelError("--system: only with --chat")
+    text = _read_prompt(args)
+    from .generate import Model
+
+    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk)
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
+    prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
+    generation = model.generate(prompt, max_tokens=args.max_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
+                                top_p=args.top_p, min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_end=args.ignore_end)
+    for piece in generation:
+        if not args.json:
+            print(piece, end="", flush=True)
+    result = generation.to_json()
+    if args.json:
+        _print_json(result)
+        return 0
+    print(flush=True)
+    if sys.stderr.isatty():
+        print(f"{result['completion_tokens']} tokens in {result['forwards']} forwards, {result['tokens_per_second']:.1f} tokens/s, "
+              f"accepted {result['accepted']} of {result['proposed']} drafted; {result['isa']}, {result['threads']} threads", file=sys.stderr)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from . import _native
+    from .pack import PackedModel
+
+    isa = _native.choose_isa(None)
+    packed = PackedModel(args.model)
+    c = packed.config
+    kv_element = 4 if packed.weight_type == "f32" else 2
+    info = {
+        "path": packed.path, "architecture": c.architecture, "weights": packed.weight_type, "file_bytes": packed.file_bytes,
+        "weight_bytes": packed.weight_bytes, "kv_bytes_per_token": 2 * c.num_hidden_layers * c.kv_size * kv_element,
+        "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "num_hidden_layers": c.num_hidden_layers,
+        "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim,
+        "intermediate_size": c.intermediate_size, "max_position_embeddings": c.max_position_embeddings, "source": packed.source,
+        "chat_template": packed.text("chat_template") is not None, "isa": isa, "isa_available": _native.isa_names(),
+        "kernels": _native.variants(isa), "threads": _native.default_threads(),
+    }
+    if args.json:
+        _print_json(info)
+        return 0
+    kernels = ", ".join(f"{op} {name}" for op, name in info["kernels"].items() if name != "portable")
+    print(f"{packed.path}: {c.architecture}, {packed.weight_type} weights, {packed.file_bytes / 1e6:.1f} MB")
+    print(f"  {c.num_hidden_layers} layers, hidden {c.hidden_size}, {c.num_attention_heads} heads on {c.num_key_value_heads} kv heads of {c.head_dim}, "
+          f"mlp {c.intermediate_size}, vocabulary {c.vocab_size}, context {c.max_position_embeddings}")
+    print(f"  read per token: {packed.weight_bytes / 1e6:.1f} MB of weights; cache: {info['kv_bytes_per_token'] / 1024:.1f} KiB a position")
+    print(f"  here: {isa} of {', '.join(info['isa_available'])} ({kernels or 'portable kernels'}), {info['threads']} threads")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .check import main as run_check
+
+    return run_check(args.model, args.json)
+
+
+def _quality(args: argparse.Namespace) -> int:
+    from .quality import quality
+
+    text = None
+    if args.text:
+        args.prompt, args.prompt_file = None, args.text
+        text = _read_prompt(args)
+    result = quality(args.model, args.reference, text, progress_bar("tok", "quality"))
+    if args.json:
+        _print_json(result)
+    else:
+        print(f"mean KL {result['mean_kl']:.5f}, p99 {result['p99_kl']:.5f}, argmax agrees {100 * result['argmax_agreement']:.1f} %, "
+              f"perplexity {result['perplexity']:.3f} (reference {result['perplexity_reference']:.3f}), {result['positions']} positions")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `kestrel`; its names are stable."""
+    from . import __version__
+
+    parser = _Parser(prog="kestrel", description="Language models on ARM boards, with speculation that never changes a byte.")
+    parser.add_argument("--version", action="version", version=f"kestrel {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_Parser)
+
+    p = commands.add_parser("convert", help="checkpoint (Hugging Face folder or GGUF) -> one packed file")
+    p.add_argument("source")
+    p.add_argument("destination")
+    p.add_argument("--weights", default="int8", choices=("int8", "f32"))
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_convert)
+
+    p = commands.add_parser("generate", help="answer a prompt")
+    p.add_argument("model")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompt-file", metavar="FILE", help="default: standard input")
+    p.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    p.add_argument("--max-tokens", type=_positive, default=256, metavar="N")
+    p.add_argument("--draft", default="auto", metavar="K", help="tokens to guess a round: 0 to 32, off, or auto (default)")
+    p.add_argument("--threads", type=_positive, metavar="N", help="default: the CPUs this process may use")
+    p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's)")
+    p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    p.add_argument("--top-k", type=int, default=0, metavar="N")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    p.add_argument("--seed", type=int, default=0, metavar="S")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+    p.add_argument("--ignore-end", action="store_true", help="go on past end tokens (for benchmarks)")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+    p.set_defaults(run=_generate)
+
+    p = commands.add_parser("info", help="what a packed file is, and what would run it here")
+    p.add_argument("model")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_info)
+
+    p = commands.add_parser("check", help="prove on this machine that the answer depends on nothing but model, prompt and settings")
+    p.add_argument("model", nargs="?")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_check)
+
+    p = commands.add_parser("quality", help="how far a packed model is from a reference one")
+    p.add_argument("model")
+    p.add_argument("reference", help="the same checkpoint packed with --weights f32")
+    p.add_argument("--text", metavar="FILE", help="default: a built-in text")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_quality)
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> NoReturn:
+    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input), 130 (interrupted)."""
+    try:
+        args = build_parser().parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+    except KestrelError as error:
+        print(f"kestrel: {error}", file=sys.stderr)
+        code = 2
+    except MemoryError:
+        print("kestrel: out of memory", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:  # the reader went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        code = 130
+    sys.exit(code)

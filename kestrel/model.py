@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A packed model made runnable: weights in the mapped file, key-value caches, and the only place that runs a forward pass."""
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from . import _native
+from ._native import ffi, lib
+from .config import ModelConfig
+from .errors import KestrelError
+from .pack import PackedModel
+
+MAX_DRAFT = 32  # the longest draft a pass may carry
+
+
+class Row(NamedTuple):
+    """One row of a pass: `token` at `position` of `kv`. want: WANT_NONE, WANT_LOGITS, WANT_CANDIDATES or both."""
+
+    kv: "KVCache"
+    position: int
+    token: int
+    want: int = _native.WANT_NONE
+
+
+class Cancelled(Exception):
+    """A step was cancelled by a signal; every cache has its old length."""
+
+
+def rope_inv_freq(config: ModelConfig) -> np.ndarray:
+    """float32 [head_dim / 2]: rotary frequencies with the config's scaling.
+
+    Sources: linear (Chen et al. 2023, position interpolation), llama3 (Meta's Llama 3.1 reference code; transformers'
+    `_compute_llama3_parameters`). Only exactly rounded operations, in float32 as in transformers.
+    """
+    inv_freq = _native.rope_inv_freq(config.rope_theta, config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inv_freq
+    factor = np.float32(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        return inv_freq / factor
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = np.float32(2 * math.pi) / inv_freq
+    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    blended = (np.float32(1) - smooth) * (inv_freq / factor) + smooth * inv_freq
+    result = np.where(wavelength > np.float32(original / low), inv_freq / factor, inv_freq)
+    medium = (wavelength >= np.float32(original / high)) & (wavelength <= np.float32(original / low))
+    return np.where(medium, blended, result).astype(np.float32)
+
+
+class KVCache:
+    """Keys and values of one sequence. Made by `ForwardModel.new_kv`. Rewinding moves a counter; nothing is copied."""
+
+    def __init__(self, model: "ForwardModel", capacity: int, max_rows: int, kv_type: str):
+        out = ffi.new("kestrel_kv **")
+        _native.check(lib.kestrel_kv_create(model._handle, capacity, max_rows, _native.TYPES[kv_type], out),
+                      f"cache of {capacity} positions, {max_rows} rows a pass")
+        self._handle = ffi.gc(out[0], lib.kestrel_kv_free)
+        self.capacity, self.max_rows, self.kv_type = capacity, max_rows, kv_type
+        c = model.config
+        self.position_bytes = 2 * c.num_hidden_layers * c.kv_size * (4 if kv_type == "f32" else 2)
+
+    @property
+    def length(self) -> int:
+        """Positions stored."""
+        return lib.kestrel_kv_length(self._handle)
+
+    def rewind(self, length: int) -> None:
+        """Forgets positions >= length."""
+        _native.check(lib.kestrel_kv_rewind(self._handle, length), f"rewind from {self.length} to {length}")
+
+    def export(self, begin: int = 0, end: Optional[int] = None) -> bytes:
+        """Positions [begin, end) in canonical order [layer][position][K, V][kv head][head_dim], in the cache's type."""
+        end = self.length if end is None else end
+        size = lib.kestrel_kv_export_bytes(self._handle, begin, end)
+        if size < 0:
+            raise ValueError(f"export of [{begin}, {end}) from a cache of length {self.length}")
+        out = bytearray(size)
+        if size:
+            _native.check(lib.kestrel_kv_export(self._handle, begin, end, ffi.from_buffer(out)), "export")
+        return bytes(out)
+
+    def append(self, raw: bytes, count: int) -> None:
+        """Appends `count` positions that `export` gave (of any cache of the same model and type)."""
+        length = self.length
+        if count < 0 or length + count > self.capacity:
+            raise ValueError(f"{count} positions do not fit: length {length}, capacity {self.capacity}")
+        if len(raw) != count * self.position_bytes:
+            raise ValueError(f"{count} positions take {count * self.position_bytes} bytes, found {len(raw)}")
+        if count:
+            _native.check(lib.kestrel_kv_import(self._handle, count, ffi.from_buffer(raw)), "import")
+
+
+class ForwardModel:
+    """Weights, worker threads and scratch. `step` runs one pass; the rest of kestrel stands on it.
+
+    Attributes: packed (PackedModel), config, isa, threads, max_rows, kv_type ("f16" for int8 weights, "f32" for f32 weights).
+    Not re-entrant: a lock lets one thread in at a time.
+    """
+
+    def __init__(self, path: str, threads: Optional[int] = None, isa: Optional[str] = None, max_rows: int = 256,
+                 kv_type: Optional[str] = None, sampled_vocab: Optional[int] = None):
+        self.packed = PackedModel(path) if not isinstance(path, PackedModel) else path
+        self.config = self.packed.config
+        self.isa = _native.choose_isa(isa)
+        self.threads = threads or _native.default_threads()
+        if not 1 <= self.threads <= 256:
+            raise KestrelError(f"threads: expected 1 to 256, found {threads}")
+        self.max_rows = max(max_rows, MAX_DRAFT + 1)
+        self.kv_type = kv_type or ("f32" if self.packed.weight_type == "f32" else "f16")
+        self.sampled_vocab = min(sampled_vocab or self.config.vocab_size, self.config.vocab_size)
+        self._lock = threading.Lock()
+        self._native_config, self._keep = self._describe()
+        out = ffi.new("kestrel_model **")
+        _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.max_rows, out), self.packed.path)
+        self._handle = ffi.gc(out[0], lib.kestrel_model_free)
+        self._rows = ffi.new("kestrel_row[]", self.max_rows)
+        self._output = ffi.new("kestrel_output *")
+        self._logits = np.empty((0, self.config.vocab_size), np.float32)
+        self._logits_pointer = ffi.NULL
+        self._work = ffi.new("uint64_t[]", 1)
+        self._token = ffi.new("int32_t *")
+        self.scratch_bytes: int = lib.kestrel_model_scratch_bytes(self._handle)
+
+    def _describe(self) -> Tuple[Any, List[Any]]:
+        """The C description of the model; `keep` holds what it points to."""
+        p, c = self.packed, self.config
+        keep: List[Any] = []
+
+        def norm(name: str) -> Any:
+            keep.append(ffi.from_buffer("float[]", p.norm(name)))
+            return keep[-1]
+
+        def weight(into: Any, name: str, n: int, k: int) -> None:
+            keep.append(ffi.from_buffer("uint8_t[]", p.array(name)))
+            into.type, into.n, into.k, into.data = _native.TYPES[p.weight_type], n, k, keep[-1]
+
+        layers = ffi.new("kestrel_layer[]", c.num_hidden_layers)
+        for i in range(c.num_hidden_layers):
+            at = f"layers.{i}."
+            layers[i].attention_norm, layers[i].mlp_norm = norm(at + "attention_norm"), norm(at + "mlp_norm")
+            weight(layers[i].qkv, at + "qkv", c.q_size + 2 * c.kv_size, c.hidden_size)
+            weight(layers[i].o, at + "o", c.hidden_size, c.q_size)
+            weight(layers[i].gate_up, at + "gate_up", 2 * c.intermediate_size, c.hidden_size)
+            weight(layers[i].down, at + "down", c.hidden_size, c.intermediate_size)
+        inv_freq = rope_inv_freq(c)
+        config = ffi.new("kestrel_config *")
+        config.vocab_size, config.sampled_vocab = c.vocab_size, self.sampled_vocab
+        config.hidden_size, config.intermediate_size, config.n_layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
+        config.n_heads, config.n_kv_heads, config.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        config.rms_norm_eps = c.rms_norm_eps
+        config.rope_inv_freq = ffi.from_buffer("float[]", inv_freq)
+        config.final_norm = norm("final_norm")
+        weight(config.embedding, "embedding", c.vocab_size, c.hidden_size)
+        weight(config.head, "embedding" if c.tie_word_embeddings else "head", c.vocab_size, c.hidden_size)
+        config.layers = layers
+        keep += [layers, inv_freq]
+        return config, keep
+
+    # --- caches ---------------------------------------------------------------------------------------------------
+
+    def kv_bytes(self, capacity: int, max_rows: Optional[int] = None) -> int:
+        """Bytes of a cache of `capacity` positions."""
+        return lib.kestrel_kv_bytes(self._native_config, capacity, max_rows or self.max_rows, _native.TYPES[self.kv_type])
+
+    def new_kv(self, capacity: int, max_rows: Optional[int] = None) -> KVCache:
+        """An empty cache for `capacity` positions and passes of at most `max_rows` rows (default: the model's)."""
+        return KVCache(self, capacity, max_rows or self.max_rows, self.kv_type)
+
+    # --- the pass -------------------------------------------------------------------------------------------------
+
+    def _reserve_logits(self, rows: int) -> None:
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.config.vocab_size), np.float32)
+            self._logits_pointer = ffi.from_buffer("float[]", self._logits)
+
+    def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0) -> None:
+        """One pass of `tokens` after what `kv` holds; logits of the last `wanted` rows are kept for `logits` and `sample`.
+
+        Raises Cancelled when a signal arrived whose handler did not raise, KestrelError as `step`.
+        """
+        m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle
+        if m > self.max_rows:
+            raise KestrelError(f"a pass of {m} rows: the model was made for {self.max_rows}")
+        for i, token in enumerate(tokens):
+            row = rows[i]
+            row.kv, row.position, row.token, row.want = handle, position + i, token, _native.WANT_NONE
+        for i in range(m - wanted, m):
+            rows[i].want = _native.WANT_LOGITS
+        with self._lock:
+            self._reserve_logits(wanted)
+            self._output.logits = self._logits_pointer
+            self._run(m)
+
+    def step(self, rows: Sequence[Row], candidates: int = 0) -> Dict[str, np.ndarray]:
+        """One pass over rows of any number of caches (rows of one cache consecutive, positions ascending).
+
+        Returns copies: logits float32 [rows that want them, vocab_size], candidate_ids int32 and candidate_logits float32
+        [rows that want them, candidates]. KestrelError: a position that is not the cache's next, a full cache, NaN or Inf
+        (naming layer and row).
+        """
+        m = len(rows)
+        if not 1 <= m <= self.max_rows:
+            raise KestrelError(f"a pass of {m} rows: the model was made for 1 to {self.max_rows}")
+        for i, r in enumerate(rows):
+            at = self._rows[i]
+            at.kv, at.position, at.token, at.want = r.kv._handle, r.position, r.token, r.want
+        n_logits = sum(1 for r in rows if r.want & _native.WANT_LOGITS)
+        n_candidates = sum(1 for r in rows if r.want & _native.WANT_CANDIDATES)
+        ids = np.zeros((n_candidates, candidates), np.int32)
+        values = np.zeros((n_candidates, candidates), np.float32)
+        with self._lock:
+            self._reserve_logits(n_logits)
+            out = self._output
+            out.logits, out.n_candidates = self._logits_pointer, candidates
+            if n_candidates and candidates:
+                out.candidate_ids, out.candidate_logits = ffi.from_buffer("int32_t[]", ids), ffi.from_buffer("float[]", values)
+            self._run(m)
+            return {"logits": self._logits[:n_logits].copy(), "candidate_ids": ids, "candidate_logits": values}
+
+    def _run(self, m: int) -> None:
+        with _wakeup_descriptor() as descriptor:
+            status = lib.kestrel_step(self._handle, self._rows, m, self._output, descriptor)
+        if status == _native.E_CANCELLED:
+            raise Cancelled()
+        if status == _native.E_NOT_FINITE:
+            layer, n = self._output.error_layer, self.config.num_hidden_layers
+            where = f"layer {layer}" if layer < n else "final norm" if layer == n else "logits"
+            raise KestrelError(f"{self.packed.path}: NaN or Inf at {where}, row {self._output.error_row} of the pass")
+        _native.check(status, "step")
+
+    def logits(self, i: int) -> np.ndarray:
+        """float32 [vocab_size]: row i of the last `forward`'s wanted rows. A view: the next pass overwrites it."""
+        return self._logits[i]
+
+    def sample(self, i: int, sampling: Any, position: int) -> int:
+        """The token of row i of the last `forward`'s wanted rows, as `sampling` (from `native_sampling`) says, for `position`."""
+        if sampling.temperature > 0 and len(self._work) < self.sampled_vocab:
+            self._work = ffi.new("uint64_t[]", self.sampled_vocab)
+        status = lib.kestrel_sample(self._logits_pointer + i * self.config.vocab_size, self.sampled_vocab, sampling, position, self._work, self._token)
+        _native.check(status, f"sampling at position {position}")
+        return self._token[0]
+
+
+def native_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:
+    """Checked settings of a draw, for `ForwardModel.sample`."""
+    rules = ((0.0 <= temperature <= 1e6, "temperature", "0 to 1e6", temperature), (0.0 < top_p <= 1.0, "top_p", "above 0, up to 1", top_p),
+             (0.0 <= min_p <= 1.0, "min_p", "0 to 1", min_p), (isinstance(top_k, int) and 0 <= top_k < 1 << 31, "top_k", "an integer from 0", top_k),
+             (isinstance(seed, int) and 0 <= seed < 1 << 64, "seed", "an integer from 0 to 2^64 - 1", seed))
+    for good, name, expected, found in rules:
+        if not good:
+            raise KestrelError(f"{name}: expected {expected}, found {found!r}")
+    s = ffi.new("kestrel_sampling *")
+    s.temperature, s.top_k, s.top_p, s.min_p, s.seed = temperature, top_k, top_p, min_p, seed
+    return s
+
+
+_pipe: Optional[Tuple[int, int, int]] = None  # (process id, read end, write end)
+
+
+@contextmanager
+def _wakeup_descriptor() -> Iterator[int]:
+    """A descriptor that becomes readable when a signal arrives, for the step to poll; -1 outside the main thread.
+
+    The step runs without the interpreter, so Python's own handler can't run until it is back.
+    """
+    global _pipe
+    if threading.current_thread() is not threading.main_thread():
+        yield -1
+        return
+    if _pipe is None or _pipe[0] != os.getpid():
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        _pipe = (os.getpid(), read, write)
+    _, read, write = _pipe
+    previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    try:
+        yield read
+    finally:
+        signal.set_wakeup_fd(previous)
+        try:
+            pending = os.read(read, 4096)
+        except BlockingIOError:
+            pending = b""
+        if pending and previous >= 0:  # the host's own loop wanted to know
+            try:
+                os.write(previous, pending)
+            except OSError:
+                pass

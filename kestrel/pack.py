@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed file: one safetensors container that is mapped and used as it lies.
+
+Tensors: `embedding`, `head` (absent when tied), `final_norm`, `layers.N.{attention_norm, mlp_norm, qkv, o, gate_up, down}`, and the
+text files `tokenizer.json`, `tokenizer_config.json`, `chat_template` as U8. A matrix is U8 in the panel layout of csrc/kernels.h;
+a norm is F32. The data section and every tensor begin at a multiple of 64 bytes: the header is padded with spaces, norms with
+zeros, text with spaces (its true length stands in the metadata). `__metadata__`: format, format_version, numerics_version,
+config (JSON), weights (JSON: name -> type, group, n, k, panel, scale), text (JSON: name -> length), source (fingerprint).
+"""
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from . import _native
+from .config import ModelConfig
+from .container import open_file, read_safetensors_header
+from .errors import KestrelError
+
+FORMAT = "kestrel"
+WEIGHT_TYPES = ("int8", "f32")
+_ALIGNMENT = 64
+_TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template")
+
+
+class Matrix(NamedTuple):
+    """A packed weight: `rows` are the source tensors whose rows follow one another in it."""
+
+    name: str
+    sources: Tuple[str, ...]
+    n: int
+    k: int
+
+
+def matrices(config: ModelConfig) -> List[Matrix]:
+    """Every matrix of the packed file, in the order of the forward pass, the head last."""
+    h, q, kv, ffn = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+    table = [Matrix("embedding", ("model.embed_tokens.weight",), config.vocab_size, h)]
+    for i in range(config.num_hidden_layers):
+        p, m = f"layers.{i}.", f"model.layers.{i}."
+        table += [
+            Matrix(p + "qkv", tuple(m + f"self_attn.{x}_proj.weight" for x in "qkv"), q + 2 * kv, h),
+            Matrix(p + "o", (m + "self_attn.o_proj.weight",), h, q),
+            Matrix(p + "gate_up", (m + "mlp.gate_proj.weight", m + "mlp.up_proj.weight"), 2 * ffn, h),
+            Matrix(p + "down", (m + "mlp.down_proj.weight",), h, ffn),
+        ]
+    if not config.tie_word_embeddings:
+        table.append(Matrix("head", ("lm_head.weight",), config.vocab_size, h))
+    return table
+
+
+def norms(config: ModelConfig) -> List[Tuple[str, str]]:
+    """(name in the packed file, source tensor) of every norm's gain, each [hidden_size] float32."""
+    table = []
+    for i in range(config.num_hidden_layers):
+        table += [(f"layers.{i}.attention_norm", f"model.layers.{i}.input_layernorm.weight"),
+                  (f"layers.{i}.mlp_norm", f"model.layers.{i}.post_attention_layernorm.weight")]
+    return table + [("final_norm", "model.norm.weight")]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _weight_entry(matrix: Matrix, weight_type: str) -> Dict[str, Any]:
+    entry: Dict[str, Any] = {"type": weight_type, "n": matrix.n, "k": matrix.k, "panel": _native.PANEL}
+    if weight_type == "int8":
+        entry.update(group=_native.GROUP, scale="f16")
+    return entry
+
+
+def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, text: Dict[str, bytes],
+                 vector: Callable[[str], np.ndarray], blocks: Callable[[Matrix], Iterator[Tuple[int, np.ndarray]]],
+                 progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Writes a packed file; nothing stands under `path` until it is whole (renamed into place after fsync).
+
+    vector(name of a norm's source tensor) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k]) with rows
+    ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
+    """
+    table = matrices(config)
+    entries: Dict[str, Any] = {}
+    offset = 0
+
+    def place(name: str, dtype: str, shape: List[int], size: int) -> None:
+        nonlocal offset
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+
+    for name, _ in norms(config):
+        size = _padded(4 * config.hidden_size)
+        place(name, "F32", [size // 4], size)
+    for m in table:
+        size = _native.packed_bytes(weight_type, m.n, m.k)
+        place(m.name, "U8", [size], size)
+    for name, raw in text.items():
+        place(name, "U8", [_padded(len(raw))], _padded(len(raw)))
+    metadata = {
+        "format": FORMAT, "format_version": str(_native.FORMAT_VERSION), "numerics_version": str(_native.NUMERICS_VERSION),
+        "config": config.to_json(), "source": source,
+        "weights": json.dumps({m.name: _weight_entry(m, weight_type) for m in table}, separators=(",", ":"), sort_keys=True),
+        "text": json.dumps({name: len(raw) for name, raw in text.items()}, separators=(",", ":"), sort_keys=True),
+    }
+    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    header += b" " * (_padded(8 + len(header)) - 8 - len(header))
+
+    partial = f"{path}.partial"
+    try:
+        file = open(partial, "wb")
+    except OSError as error:
+        raise KestrelError(f"{path}: {error.strerror or error}") from None
+    try:
+        with file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for _, tensor in norms(config):
+                raw = np.ascontiguousarray(vector(tensor), np.float32).tobytes()
+                file.write(raw + bytes(_padded(len(raw)) - len(raw)))
+            for m in table:
+                _write_matrix(file, m, weight_type, blocks(m))
+                progress(min(file.tell() - 8 - len(header), offset), offset)
+            for raw in text.values():
+                file.write(raw + b" " * (_padded(len(raw)) - len(raw)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise KestrelError(f"{path}: {error.strerror or error}") from None
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+
+
+def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple[int, np.ndarray]]) -> None:
+    """Panels are independent, so each block is packed as a matrix of its own and appended."""
+    expected = 0
+    for row, block in blocks:
+        if row != expected or row % _native.PANEL:
+            raise ValueError(f"{m.name}: block at row {row}, expected {expected}")
+        packed = np.empty(_native.packed_bytes(weight_type, len(block), m.k), np.uint8)
+        _native.pack(weight_type, len(block), 0, np.ascontiguousarray(block, np.float32), packed)
+        file.write(packed.data)
+        expected += len(block)
+    if expected != m.n:
+        raise ValueError(f"{m.name}: {expected} rows, expected {m.n}")
+
+
+class PackedModel:
+    """A packed file, checked and mapped read-only.
+
+    Attributes: path, config (ModelConfig), weight_type ("int8" or "f32"), source (fingerprint of the checkpoint), file_bytes,
+    weight_bytes (of all matrices and norms: what one forward pass reads, the embedding counted once).
+    """
+
+    def __init__(self, path: str):
+        self.path = os.fspath(path)
+        self._entries, metadata = read_safetensors_header(self.path)
+        if metadata.get("format") != FORMAT:
+            raise KestrelError(f"{self.path}: not a kestrel file; make one with `kestrel convert`")
+        for key, ours in (("format_version", _native.FORMAT_VERSION), ("numerics_version", _native.NUMERICS_VERSION)):
+            if metadata.get(key) != str(ours):
+                raise KestrelError(f"{self.path}: {key}: expected {ours}, found {metadata.get(key)}; convert the checkpoint again")
+        self.config = ModelConfig.from_json(metadata.get("config", ""), self.path)
+        self.source = metadata.get("source", "")
+        weights = self._json(metadata, "weights")
+        self._text = self._json(metadata, "text")
+        self._check(weights)
+        file, self.file_bytes = open_file(self.path)
+        with file:
+            self._map = mmap.mmap(file.fileno(), self.file_bytes, access=mmap.ACCESS_READ)
+        self._buffer = np.frombuffer(self._map, np.uint8)
+        self.weight_bytes = sum(e.end - e.begin for name, e in self._entries.items() if name not in self._text)
+
+    def _json(self, metadata: Dict[str, str], key: str) -> Dict[str, Any]:
+        try:
+            value = json.loads(metadata.get(key, ""))
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise KestrelError(f"{self.path}: metadata {key!r}: expected a JSON object")
+        return value
+
+    def _check(self, weights: Dict[str, Any]) -> None:
+        table = {m.name: m for m in matrices(self.config)}
+        kinds = {w.get("type") if isinstance(w, dict) else None for w in weights.values()}
+        if len(kinds) != 1 or not kinds <= set(WEIGHT_TYPES):
+            raise KestrelError(f"{self.path}: weights: expected one type of {', '.join(WEIGHT_TYPES)}, found {sorted(map(str, kinds))}")
+        self.weight_type: str = kinds.pop()
+        expected: Dict[str, Tuple[str, int]] = {}
+        for name, m in table.items():
+            if weights.get(name) != _weight_entry(m, self.weight_type):
+                raise KestrelError(f"{self.path}: {name}: expected {_weight_entry(m, self.weight_type)}, found {weights.get(name)}")
+            expected[name] = ("U8", _native.packed_bytes(self.weight_type, m.n, m.k))
+        for name, _ in norms(self.config):
+            expected[name] = ("F32", _padded(4 * self.config.hidden_size))
+        for name, length in self._text.items():
+            if name not in _TEXT or isinstance(length, bool) or not isinstance(length, int) or length < 0:
+                raise KestrelError(f"{self.path}: text {name!r}: unknown, or not a length")
+            expected[name] = ("U8", _padded(length))
+        for name in sorted(set(expected) ^ set(self._entries)):
+            raise KestrelError(f"{self.path}: tensor {name} is {'missing' if name in expected else 'not expected'}")
+        for name, (dtype, size) in expected.items():
+            e = self._entries[name]
+            if e.dtype != dtype or e.end - e.begin != size or e.begin % _ALIGNMENT:
+                raise KestrelError(f"{self.path}: {name}: expected {dtype} of {size} bytes at a multiple of {_ALIGNMENT}, "
+                                   f"found {e.dtype} of {e.end - e.begin} bytes at {e.begin}")
+
+    def array(self, name: str) -> np.ndarray:
+        """Bytes of a tensor as they lie in the mapped file: uint8, read-only."""
+        e = self._entries[name]
+        return self._buffer[e.begin:e.end]
+
+    def norm(self, name: str) -> np.ndarray:
+        """A norm's gain: float32 [hidden_size], read-only, in the mapped file."""
+        return self.array(name).view(np.float32)[:self.config.hidden_size]
+
+    def text(self, name: str) -> Optional[bytes]:
+        """`tokenizer.json`, `tokenizer_config.json` or `chat_template` as stored; None when the file has none."""
+        return self.array(name)[:self._text[name]].tobytes() if name in self._text else None
