@@ -1,0 +1,164 @@
+/* attention_span, avx2 (contract in kernels.h). SPDX-License-Identifier: Apache-2.0
+ *
+ * Scores: lanes are keys, 32 keys x QUERIES queries a tile, so that a converted K vector serves several queries. Values: lanes are d,
+ * 32 of them x QUERIES queries; keys that all queries of the tile see go together, the others query by query, each in ascending order. */
+#include "exp.h"
+#include "kernels.h"
+#include <assert.h>
+#include <immintrin.h>
+
+enum { QUERIES = 3, MOST_D = 512 };
+
+static inline __attribute__((always_inline)) __m256 load(const void *p, int32_t type, int64_t i)
+{
+    return type == KESTREL_F32 ? _mm256_loadu_ps((const float *)p + i) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + i)));
+}
+
+/* kestrel_expf, step by step. */
+static inline __m256 expf8(__m256 x0)
+{
+    const __m256 low = _mm256_set1_ps(EXPF_LOW), magic = _mm256_set1_ps(EXPF_MAGIC);
+    const __m256 x = _mm256_min_ps(_mm256_max_ps(x0, low), _mm256_set1_ps(EXPF_HIGH));
+    const __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(EXPF_LOG2E), magic), n = _mm256_sub_ps(t, magic);
+    const __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-EXPF_LN2_LO), _mm256_fmadd_ps(n, _mm256_set1_ps(-EXPF_LN2_HI), x));
+    __m256 p = _mm256_set1_ps(EXPF_C0);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C1));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C2));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C3));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C4));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C5));
+    p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+    const __m256i y = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
+    return _mm256_andnot_ps(_mm256_cmp_ps(x0, low, _CMP_LT_OQ), _mm256_castsi256_ps(y));
+}
+
+/* Scores of one K block for n queries; dead keys give dead scores, which nothing reads. */
+static inline __attribute__((always_inline)) void scores(const void *k, int32_t type, int64_t d, const float *const *q, float *const *score, int n)
+{
+    __m256 s[QUERIES][4];
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < 4; j++) s[i][j] = _mm256_setzero_ps();
+    /* hot loop: q . k over d; 32 keys */
+    for (int64_t c = 0; c < d; c++)
+        for (int j = 0; j < 4; j++) {
+            const __m256 v = load(k, type, c * KEY_BLOCK + 8 * j);
+            for (int i = 0; i < n; i++) s[i][j] = _mm256_fmadd_ps(_mm256_broadcast_ss(q[i] + c), v, s[i][j]);
+        }
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < 4; j++) _mm256_storeu_ps(score[i] + 8 * j, s[i][j]);
+}
+
+/* out[i][c ..] += p[i][j] v[j][c ..] for keys begin <= j < end, n queries, `width` vectors of d. */
+static inline __attribute__((always_inline)) void values(const void *v, int32_t type, int64_t d, int32_t begin, int32_t end, const float *const *p, float *const *out, int n, int64_t c, int width)
+{
+    __m256 a[QUERIES][4];
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < width; j++) a[i][j] = _mm256_loadu_ps(out[i] + c + 8 * j);
+    for (int32_t t = begin; t < end; t++)
+        for (int j = 0; j < width; j++) {
+            const __m256 row = load(v, type, t * d + c + 8 * j);
+            for (int i = 0; i < n; i++) a[i][j] = _mm256_fmadd_ps(_mm256_broadcast_ss(p[i] + t), row, a[i][j]);
+        }
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < width; j++) _mm256_storeu_ps(out[i] + c + 8 * j, a[i][j]);
+}
+
+static inline __attribute__((always_inline)) void all_values(const void *v, int32_t type, int64_t d, int32_t begin, int32_t end, const float *const *p, float *const *out, int n)
+{
+    int64_t c = 0;
+    for (; c + 32 <= d; c += 32) values(v, type, d, begin, end, p, out, n, c, 4);
+    for (; c + 8 <= d; c += 8) values(v, type, d, begin, end, p, out, n, c, 1);
+}
+
+/* max and p over keys first..last of one query; L in `l`. */
+static float softmax(float *score, int32_t first, int32_t last, float *l)
+{
+    const int32_t from = first / 8 * 8;
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), low = _mm256_set1_epi32(first - 1), high = _mm256_set1_epi32(last + 1);
+    const __m256 nothing = _mm256_set1_ps(-INFINITY);
+    __m256 most = nothing;
+    for (int32_t j = from; j <= last; j += 8) {
+        const __m256i index = _mm256_add_epi32(lane, _mm256_set1_epi32(j));
+        const __m256 seen = _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index)));
+        most = _mm256_max_ps(_mm256_blendv_ps(nothing, _mm256_loadu_ps(score + j), seen), most);
+    }
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    float max = _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+    if (max == 0.0f) { /* the first of several zeros gives the sign */
+        max = -INFINITY;
+        for (int32_t j = first; j <= last; j++) max = score[j] > max ? score[j] : max;
+    }
+    __m256 sum = _mm256_setzero_ps();
+    for (int32_t j = from; j <= last; j += 8) {
+        const __m256i index = _mm256_add_epi32(lane, _mm256_set1_epi32(j));
+        const __m256 seen = _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index)));
+        const __m256 p = expf8(_mm256_sub_ps(_mm256_loadu_ps(score + j), _mm256_set1_ps(max)));
+        sum = _mm256_blendv_ps(sum, _mm256_add_ps(sum, p), seen);
+        _mm256_storeu_ps(score + j, p);
+    }
+    _mm256_storeu_ps(l, sum);
+    return max;
+}
+
+/* Queries that have keys in the span, at most QUERIES of them. */
+static inline __attribute__((always_inline)) void tile(const kestrel_span *a, int32_t type, const int32_t *query, const int32_t *first, const int32_t *last, int n)
+{
+    const int64_t d = a->d;
+    const int64_t size = type == KESTREL_F32 ? 4 : 2;
+    float partial[QUERIES][STATE_HEAD + MOST_D];
+    const float *q[QUERIES];
+    float *score[QUERIES], *out[QUERIES];
+    int32_t low = SPAN, high = 0, all_low = 0, all_high = SPAN - 1; /* keys that any, that every query sees */
+    for (int i = 0; i < n; i++) {
+        q[i] = a->q + query[i] / a->group * a->q_stride + query[i] % a->group * d;
+        out[i] = partial[i] + STATE_HEAD;
+        low = first[i] < low ? first[i] : low;
+        high = last[i] > high ? last[i] : high;
+        all_low = first[i] > all_low ? first[i] : all_low;
+        all_high = last[i] < all_high ? last[i] : all_high;
+    }
+    for (int32_t block = low / KEY_BLOCK; block <= high / KEY_BLOCK; block++) {
+        for (int i = 0; i < n; i++) score[i] = a->work + (int64_t)query[i] * SPAN + block * KEY_BLOCK;
+        scores((const char *)a->k + block * d * KEY_BLOCK * size, type, d, q, score, n);
+    }
+    for (int i = 0; i < n; i++) {
+        score[i] = a->work + (int64_t)query[i] * SPAN;
+        memset(partial[i], 0, (size_t)(STATE_HEAD + d) * sizeof **partial);
+        partial[i][0] = softmax(score[i], first[i], last[i], partial[i] + 8);
+    }
+    const float *const *p = (const float *const *)score;
+    const bool common = all_low <= all_high;
+    for (int i = 0; i < n; i++) all_values(a->v, type, d, first[i], common ? all_low : last[i] + 1, p + i, out + i, 1);
+    if (common) {
+        all_values(a->v, type, d, all_low, all_high + 1, p, out, n);
+        for (int i = 0; i < n; i++) all_values(a->v, type, d, all_high + 1, last[i] + 1, p + i, out + i, 1);
+    }
+    for (int i = 0; i < n; i++) kestrel_attention_merge_portable(a->state + query[i] * (STATE_HEAD + d), partial[i], d);
+}
+
+static inline __attribute__((always_inline)) void span(const kestrel_span *a, int32_t type)
+{
+    int32_t query[QUERIES], first[QUERIES], last[QUERIES];
+    int n = 0;
+    for (int32_t i = 0; i < a->queries; i++) {
+        const int32_t row = i / a->group;
+        first[n] = a->lo[row] > a->begin ? a->lo[row] - a->begin : 0;
+        last[n] = a->hi[row] < a->begin + SPAN - 1 ? a->hi[row] - a->begin : SPAN - 1;
+        query[n] = i;
+        n += first[n] <= last[n];
+        if (n == QUERIES) {
+            tile(a, type, query, first, last, QUERIES);
+            n = 0;
+        }
+    }
+    if (n == 2) tile(a, type, query, first, last, 2);
+    if (n == 1) tile(a, type, query, first, last, 1);
+}
+
+void kestrel_attention_span_avx2(const kestrel_span *a)
+{
+    assert(a->d % 8 == 0 && a->d <= MOST_D);
+    if (a->type == KESTREL_F32) span(a, KESTREL_F32);
+    else span(a, KESTREL_F16);
+}

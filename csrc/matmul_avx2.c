@@ -1,0 +1,69 @@
+/* matmul_int8, avx2 (contract in kernels.h). SPDX-License-Identifier: Apache-2.0
+ *
+ * One 32-byte vector holds 8 rows x 4 k: |w| (unsigned) times x with w's sign, in pairs to int16 (2 * 127 * 127 fits), in pairs to int32.
+ * Four instructions for 32 MACs on a core that multiplies on two of its four vector pipes. */
+#include "kernels.h"
+#include <immintrin.h>
+#include <string.h>
+
+enum { TILE = 8 }; /* most rows of a tile */
+
+/* Bytes ahead of the reading position: about 300 ns at the 10 GB/s of one core. */
+enum { AHEAD = 3072 };
+
+static inline __attribute__((always_inline)) void tile(const uint8_t *panel, const int8_t *x, const float *scale_x, int64_t kp, float *dst, int64_t dst_stride, int m, bool ahead)
+{
+    const int64_t groups = kp / GROUP;
+    const int8_t *w = (const int8_t *)panel + panel_scale_bytes(kp);
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256 acc[TILE];
+    for (int i = 0; i < m; i++) acc[i] = _mm256_setzero_ps();
+    /* hot loop: one group of k for 8 outputs and m rows */
+#pragma GCC unroll 1
+    for (int64_t g = 0; g < groups; g++, w += GROUP * PANEL) {
+        __m256i sum[TILE];
+        for (int i = 0; i < m; i++) sum[i] = _mm256_setzero_si256();
+#pragma GCC unroll 2
+        for (int c = 0; c < GROUP / 4; c++) {
+            const __m256i v = _mm256_load_si256((const __m256i *)(w + c * 32)), magnitude = _mm256_abs_epi8(v);
+            if (ahead && c % 2 == 0) _mm_prefetch((const char *)w + c * 32 + AHEAD, _MM_HINT_T0);
+            for (int i = 0; i < m; i++) {
+                int32_t four;
+                memcpy(&four, x + i * kp + g * GROUP + c * 4, 4);
+                const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(_mm256_set1_epi32(four), v));
+                sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, ones));
+            }
+        }
+        const __m256 scale_w = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)(panel + g * 16)));
+        for (int i = 0; i < m; i++)
+            acc[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[i]), _mm256_mul_ps(scale_w, _mm256_set1_ps(scale_x[i * groups + g])), acc[i]);
+    }
+    for (int i = 0; i < m; i++) _mm256_storeu_ps(dst + i * dst_stride, acc[i]);
+}
+
+void kestrel_matmul_int8_avx2(const void *data, int64_t panels, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride)
+{
+    const int64_t kp = lhs->kp, groups = kp / GROUP, bytes = panel_bytes(KESTREL_INT8, kp);
+    for (int64_t p = 0; p < panels; p++) {
+        const uint8_t *panel = (const uint8_t *)data + p * bytes;
+        for (int64_t i = 0; i < m;) {
+            const int8_t *x = lhs->values + i * kp;
+            const float *scale_x = lhs->scales + i * groups;
+            float *out = dst + i * dst_stride + p * PANEL;
+            const int64_t left = m - i;
+            /* 9..15 rows in two tiles of nearly equal height */
+            const int rows = (int)(left <= TILE ? left : left < 2 * TILE ? (left + 1) / 2 : TILE);
+            switch (rows) {
+            case 1: tile(panel, x, scale_x, kp, out, dst_stride, 1, true); break;
+            case 2: tile(panel, x, scale_x, kp, out, dst_stride, 2, true); break;
+            case 3: tile(panel, x, scale_x, kp, out, dst_stride, 3, true); break;
+            case 4: tile(panel, x, scale_x, kp, out, dst_stride, 4, true); break;
+            case 5: tile(panel, x, scale_x, kp, out, dst_stride, 5, true); break;
+            case 6: tile(panel, x, scale_x, kp, out, dst_stride, 6, true); break;
+            case 7: tile(panel, x, scale_x, kp, out, dst_stride, 7, true); break;
+            default: tile(panel, x, scale_x, kp, out, dst_stride, 8, true);
+            }
+            i += rows;
+        }
+    }
+}
