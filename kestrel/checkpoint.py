@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from typing import Any, BinaryIO, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from .vocabulary import build_from_gguf
 
 __all__ = ["Checkpoint", "TensorEntry", "read_safetensors_header"]
 
-_BLOCK_BYTES = 4 << 20  # float32 bytes dequantised at a time, and the unit of hashing
+_BLOCK_BYTES = 1 << 20  # float32 bytes converted, checked and hashed at a time
 
 
 class _Stored(NamedTuple):
@@ -93,8 +93,8 @@ class Checkpoint:
                 t = self._stored[name]
                 digest.update(f"{name} {t.kind} {list(t.shape)}\n".encode())
                 with open(t.path, "rb") as file:
-                    for _, raw in _row_blocks(t, file, 0, t.shape[0]):
-                        digest.update(raw)
+                    for begin, end in _blocks(t, 0, t.shape[0]):
+                        digest.update(_raw(t, file, begin, end))
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
@@ -111,17 +111,17 @@ class Checkpoint:
         t = self._stored[name]
         result = np.empty((stop - start,) + t.shape[1:], np.float32)
         with open(t.path, "rb") as file:
-            self._read_rows(name, t, file, start, stop, result)
-        if not np.isfinite(result).all():
-            bad = np.argwhere(~np.isfinite(result))[0]
-            bad[0] += start
-            raise KestrelError(f"{self.source}: {name}: not a finite number at {[int(i) for i in bad]}")
+            for begin, end in _blocks(t, start, stop):
+                block = result[begin - start:end - start]
+                block[...] = self._read_block(name, t, file, begin, end)
+                if not np.isfinite(block).all():
+                    bad = [int(i) for i in np.argwhere(~np.isfinite(block))[0]]
+                    bad[0] += begin
+                    raise KestrelError(f"{self.source}: {name}: not a finite number at {bad}")
         return result
 
-    def _read_rows(self, name: str, t: _Stored, file: BinaryIO, start: int, stop: int, result: np.ndarray) -> None:
-        for at, raw in _row_blocks(t, file, start, stop):
-            block = self._to_float32(t, raw).reshape((-1,) + t.shape[1:])
-            result[at - start:at - start + len(block)] = block
+    def _read_block(self, name: str, t: _Stored, file: BinaryIO, begin: int, end: int) -> np.ndarray:
+        return self._to_float32(t, _raw(t, file, begin, end)).reshape((-1,) + t.shape[1:])
 
     def _to_float32(self, t: _Stored, raw: bytes) -> np.ndarray:
         return _FLOATS[t.kind](raw)
@@ -143,19 +143,24 @@ _FLOATS = {
 }
 
 
-def _row_blocks(t: _Stored, file: BinaryIO, start: int, stop: int):
-    """Yield (first row, bytes of whole rows) for rows [start, stop), a few MB at a time."""
+def _blocks(t: _Stored, start: int, stop: int) -> Iterator[Tuple[int, int]]:
+    """Rows [start, stop) as ranges of about _BLOCK_BYTES each."""
     row_elements = 1
     for n in t.shape[1:]:
         row_elements *= n
     step = max(1, _BLOCK_BYTES // max(1, 4 * row_elements))
-    file.seek(t.begin + start * t.row_bytes)
-    for at in range(start, stop, step):
-        count = (min(stop, at + step) - at) * t.row_bytes
-        raw = file.read(count)
-        if len(raw) != count:  # the header was checked when the file was opened: it changed since
-            raise KestrelError(f"{t.path}: the file ended while it was being read")
-        yield at, raw
+    for begin in range(start, stop, step):
+        yield begin, min(stop, begin + step)
+
+
+def _raw(t: _Stored, file: BinaryIO, begin: int, end: int) -> bytes:
+    """The stored bytes of rows [begin, end)."""
+    file.seek(t.begin + begin * t.row_bytes)
+    count = (end - begin) * t.row_bytes
+    raw = file.read(count)
+    if len(raw) != count:  # the header was checked when the file was opened: it changed since
+        raise KestrelError(f"{t.path}: the file ended while it was being read")
+    return raw
 
 
 def _read_json(path: str) -> Dict[str, Any]:
@@ -278,8 +283,7 @@ def _same_bytes(a: _Stored, b: _Stored) -> bool:
     if (a.kind, a.shape) != (b.kind, b.shape):
         return False
     with open(a.path, "rb") as file_a, open(b.path, "rb") as file_b:
-        pairs = zip(_row_blocks(a, file_a, 0, a.shape[0]), _row_blocks(b, file_b, 0, b.shape[0]))
-        return all(raw_a == raw_b for (_, raw_a), (_, raw_b) in pairs)
+        return all(_raw(a, file_a, *rows) == _raw(b, file_b, *rows) for rows in _blocks(a, 0, a.shape[0]))
 
 
 # ggml types read without the gguf package: type -> (name in _FLOATS, bytes per element)
@@ -363,17 +367,15 @@ class _GGUFFile(Checkpoint):
         except NotImplementedError:
             raise KestrelError(f"{t.path}: the package gguf cannot dequantise {kind.name}") from None
 
-    def _read_rows(self, name: str, t: _Stored, file: BinaryIO, start: int, stop: int, result: np.ndarray) -> None:
-        spec = self._tensors[name][0]
-        if spec.permuted is None:
-            return super()._read_rows(name, t, file, start, stop, result)
+    def _read_block(self, name: str, t: _Stored, file: BinaryIO, begin: int, end: int) -> np.ndarray:
+        if not self._tensors[name][0].permuted:
+            return super()._read_block(name, t, file, begin, end)
         # llama.cpp's rope turns neighbours, Hugging Face's the two halves of a head, so its converter interleaves the
         # halves: Hugging Face row (head, half, i) lies at (head, i, half).
         d = self.config.head_dim
-        first, last = start // d * d, -(-stop // d) * d  # whole heads
-        heads = np.empty((last - first,) + t.shape[1:], np.float32)
-        super()._read_rows(name, t, file, first, last, heads)
-        row = np.arange(start, stop)
+        first, last = begin // d * d, -(-end // d) * d  # whole heads
+        heads = super()._read_block(name, t, file, first, last)
+        row = np.arange(begin, end)
         head, within = row // d, row % d
         half, i = within // (d // 2), within % (d // 2)
-        result[...] = heads[head * d + 2 * i + half - first]
+        return heads[head * d + 2 * i + half - first]

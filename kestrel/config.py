@@ -19,13 +19,13 @@ _LIMIT = 1 << 24  # no real model has a larger count of anything; a larger numbe
 class TensorSpec:
     """One weight: Hugging Face name, GGUF name, shape as names of `ModelConfig` attributes.
 
-    `permuted` names the head count by which llama.cpp's converter permutes the rows (None: it leaves them alone).
+    `permuted`: llama.cpp's converter interleaves the halves of each head_dim rows.
     """
 
     name: str
     gguf: str
     shape: Tuple[str, ...]
-    permuted: Optional[str] = None
+    permuted: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ _LLAMA = Architecture(
     embedding=TensorSpec("model.embed_tokens.weight", "token_embd.weight", ("vocab_size", "hidden_size")),
     layer=(
         TensorSpec("input_layernorm.weight", "attn_norm.weight", ("hidden_size",)),
-        TensorSpec("self_attn.q_proj.weight", "attn_q.weight", ("q_size", "hidden_size"), "num_attention_heads"),
-        TensorSpec("self_attn.k_proj.weight", "attn_k.weight", ("kv_size", "hidden_size"), "num_key_value_heads"),
+        TensorSpec("self_attn.q_proj.weight", "attn_q.weight", ("q_size", "hidden_size"), permuted=True),
+        TensorSpec("self_attn.k_proj.weight", "attn_k.weight", ("kv_size", "hidden_size"), permuted=True),
         TensorSpec("self_attn.v_proj.weight", "attn_v.weight", ("kv_size", "hidden_size")),
         TensorSpec("self_attn.o_proj.weight", "attn_output.weight", ("hidden_size", "q_size")),
         TensorSpec("post_attention_layernorm.weight", "ffn_norm.weight", ("hidden_size",)),

@@ -177,7 +177,8 @@ class _GGUFHeader:
 def read_gguf_header(path: str) -> Tuple[Dict[str, Any], Dict[str, Tuple[int, Tuple[int, ...], int]], int]:
     """(key-value fields, {tensor name: (ggml type, shape, absolute begin)}, file size in bytes) of a GGUF file.
 
-    Shapes are in numpy order (rows first). Sizes in bytes are not known here: they belong to the ggml type. Little-endian GGUF 2 and 3.
+    Shapes are in numpy order (rows first). Sizes in bytes are not known here: they belong to the ggml type.
+    GGUF 2 and 3, little-endian.
     """
     file, size = open_file(path)
     with file:
