@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -257,7 +258,8 @@ class ModelConfig:
         vocab_size = s.integer("vocab_size")
         eos = s.token_ids("eos_token_id", vocab_size)
         if generation_config is not None:
-            eos += _Source(generation_config, "generation_config.json").token_ids("eos_token_id", vocab_size)
+            beside = os.path.join(os.path.dirname(s.file), "generation_config.json")
+            eos += _Source(generation_config, beside).token_ids("eos_token_id", vocab_size)
         bos = s.token_ids("bos_token_id", vocab_size)
         pad = s.get("pad_token_id")
         pad_known = isinstance(pad, int) and not isinstance(pad, bool) and 0 <= pad < vocab_size  # -1 is common: none

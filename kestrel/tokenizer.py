@@ -84,10 +84,13 @@ class Tokenizer:
             setattr(self, f"{name}_token", token if isinstance(token, str) else None)
         self._mark_special(tokenizer_config)
         self._added = self._library.get_added_tokens_decoder()
-        self.special_tokens: Dict[str, int] = {t.content: i for i, t in self._added.items() if t.special}
+        self.special_tokens: Dict[str, int] = {
+            t.content: i for i, t in self._added.items() if t.special and t.content}
         self.special_ids: FrozenSet[int] = frozenset(self.special_tokens.values())
-        self._special_pattern = _pattern(t for t in self._added.values() if t.special)
-        self.size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        self._special_pattern = _pattern(t for t in self._added.values() if t.special and t.content)
+        self.size: int = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.size:
+            raise KestrelError(f"{file}: the vocabulary is empty")
         self.bos_token_id: Optional[int] = self._id(self.bos_token)
         self.adds_bos: bool = self._adds_bos(tokenizer_config.get("add_bos_token"))
         self._bytes: Dict[int, bytes] = {}
@@ -107,9 +110,10 @@ class Tokenizer:
 
         named = [self.bos_token, self.eos_token, self.unk_token, self.pad_token]
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            more = config.get(key) or []
-            named += more.values() if isinstance(more, Mapping) else more
-        names = {t.get("content") if isinstance(t, Mapping) else t for t in named}
+            more = config.get(key)
+            named += more.values() if isinstance(more, Mapping) else more if isinstance(more, list) else []
+        contents = [t.get("content") if isinstance(t, Mapping) else t for t in named]
+        names = {c for c in contents if isinstance(c, str)}
         self._library.add_special_tokens([
             AddedToken(t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip,
                        normalized=t.normalized, special=True)

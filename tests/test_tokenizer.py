@@ -123,11 +123,21 @@ def test_vocabularies_refused_by_name(keys, words):
     assert str(error.value).startswith("model.gguf: ") and words in str(error.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"\xff\xfe", b"null", JSON_BYTES[:100000], b'{"model": {"type": "BPE"}}'])
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[]", b"\xff\xfe", b"null", JSON_BYTES[:100000], b'{"model": {"type": "BPE"}}',
+                                 b'{"decoder": {"type": "Fuse"}, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'])
 def test_not_a_tokenizer(raw):
     with pytest.raises(KestrelError) as error:
         Tokenizer.from_bytes(raw, {}, "dir/tokenizer.json")
     assert str(error.value).startswith("dir/tokenizer.json: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("config", [
+    {"extra_special_tokens": 7}, {"additional_special_tokens": [["<|im_end|>"], 3, None, {"content": 4}]}, {"bos_token": 3},
+    {"eos_token": {"content": []}}, {"add_bos_token": "yes"}, {"extra_special_tokens": {"x": "<|im_end|>"}},
+])
+def test_odd_tokenizer_configs_change_nothing(config):
+    t = Tokenizer.from_bytes(JSON_BYTES, config)
+    assert t.encode(TEXT) == REFERENCE["ids"] and t.bos_token is None and not t.adds_bos
 
 
 def test_a_decoder_we_do_not_know_is_refused():
