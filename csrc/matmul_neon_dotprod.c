@@ -1,33 +1,55 @@
 /* matmul_int8, Armv8.2 dotprod: sdot by lane. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
  *
  * One sdot takes 4 rows x 4 k of a panel (16 bytes as they lie) and 4 k of a token, picked by lane from 16 k. Lanes are rows, so the
- * order of float operations of an output is the contract's whatever the tile. */
+ * order of float operations of an output is the contract's whatever the tile. Five tokens fill the register file (10 sums, 10
+ * accumulators, 5 tokens, 4 weights, 1 constant); 8 rows x 8 tokens as two halves of the rows loads too much (62 % of peak). */
 #include "kernels.h"
 #include <arm_neon.h>
 #include <assert.h>
 
 #define INLINE static inline __attribute__((always_inline))
-enum { TILE = 8 };
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+enum { TILE = 5, AHEAD = 1536 /* bytes: past a DRAM latency at the stream's pace */ };
 
-/* c[t] = the exact sums of one group for rows 4 quad .. 4 quad + 3 and each token. */
-INLINE void group_sums(const int8_t *w, const int8_t *const *x, int64_t k, int tokens, int32x4_t *c)
+/* Sums start at the bits of 1.5 * 2^23: read as a float they then are 1.5 * 2^23 + sum, exactly (|sum| < 2^22), and one subtraction
+ * converts. scvtf occupies its one pipe for two cycles, a mov to clear a register a slot of either: the constant is loaded. */
+#define MAGIC 12582912.0f
+static const int32_t magic_bits[8] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+_Static_assert(127 * 127 * GROUP < 1 << 22, "a group's sum must stay below 2^22");
+
+/* Loads stay where they are written: left to itself gcc 12 hoists them over the register file and spills (52 % of peak at 4 tokens). */
+INLINE int8x16_t load_16(const int8_t *p)
 {
-#pragma GCC unroll 8
-    for (int t = 0; t < tokens; t++) c[t] = vdupq_n_s32(0);
-#pragma GCC unroll 8
-    for (int j = 0; j < GROUP; j += 16) {
-        const int8x16_t w0 = vld1q_s8(w + j * PANEL), w1 = vld1q_s8(w + j * PANEL + 32);
-        const int8x16_t w2 = vld1q_s8(w + j * PANEL + 64), w3 = vld1q_s8(w + j * PANEL + 96);
-#pragma GCC unroll 8
-        for (int t = 0; t < tokens; t++) {
-            const int8x16_t v = vld1q_s8(x[t] + k + j);
-            c[t] = vdotq_laneq_s32(c[t], w0, v, 0);
-            c[t] = vdotq_laneq_s32(c[t], w1, v, 1);
-            c[t] = vdotq_laneq_s32(c[t], w2, v, 2);
-            c[t] = vdotq_laneq_s32(c[t], w3, v, 3);
-        }
-    }
+    int8x16_t v;
+    __asm__ volatile("ldr %q0, %1" : "=w"(v) : "m"(*(const int8x16_t *)p));
+    return v;
 }
+INLINE const int8_t *load_32(const int8_t *p, int8x16_t v[2])
+{
+    __asm__ volatile("ldp %q0, %q1, [%2], #32" : "=w"(v[0]), "=w"(v[1]), "+r"(p) : "m"(*(const int8_t (*)[32])p));
+    return p;
+}
+INLINE void load_sums(int32x4_t c[2])
+{
+    __asm__ volatile("ldp %q0, %q1, %2" : "=w"(c[0]), "=w"(c[1]) : "Q"(magic_bits));
+}
+INLINE float32x2_t load_scale(const float *p)
+{
+    float32x2_t v;
+    __asm__ volatile("ldr %s0, %1" : "=w"(v) : "m"(*p));
+    return v;
+}
+
+/* c[t] += 4 k of 8 rows, a[0] and a[1], by the token's `lane`. */
+#define DOTS(c, a, v, lane)                                                                                             \
+    UNROLL for (int t = 0; t < tokens; t++) {                                                                           \
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(c[t][0]) : "w"(a[0]), "w"(v[t]));                \
+        __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[" #lane "]" : "+w"(c[t][1]) : "w"(a[1]), "w"(v[t]));                \
+    }
 
 INLINE void tile(const uint8_t *panel, const kestrel_lhs *lhs, int64_t row, float *dst, int64_t dst_stride, int tokens)
 {
@@ -35,27 +57,47 @@ INLINE void tile(const uint8_t *panel, const kestrel_lhs *lhs, int64_t row, floa
     const float16_t *scale_w = (const float16_t *)panel;
     const int8_t *w = (const int8_t *)panel + panel_scale_bytes(kp), *x[TILE];
     const float *scale_x[TILE];
+    const float32x4_t magic = vdupq_n_f32(MAGIC);
     float32x4_t acc[TILE][2];
-#pragma GCC unroll 8
+    UNROLL
     for (int t = 0; t < tokens; t++) {
         x[t] = lhs->values + (row + t) * kp;
         scale_x[t] = lhs->scales + (row + t) * groups;
         acc[t][0] = acc[t][1] = vdupq_n_f32(0.0f);
     }
-    /* hot loop: one group: exact sums of one half of the panel's rows for all tokens, scaled into acc; then the other half */
-    for (int64_t g = 0; g < groups; g++, w += GROUP * PANEL) {
-        if (tokens == 1) __builtin_prefetch(w + 2048);
+    /* hot loop: one group: exact sums of 8 rows for all tokens, then one fma each */
+    for (int64_t g = 0; g < groups; g++) {
+        UNROLL
+        for (int j = 0; j < GROUP * PANEL; j += 64) __builtin_prefetch(w + AHEAD + j);
+        int32x4_t c[TILE][2];
+        int8x16_t v[TILE], a[2], b[2];
+        UNROLL
+        for (int t = 0; t < tokens; t++) load_sums(c[t]);
+        UNROLL
+        for (int j = 0; j < GROUP; j += 16) {
+            w = load_32(w, a);
+            UNROLL
+            for (int t = 0; t < tokens; t++) v[t] = load_16(x[t] + g * GROUP + j);
+            w = load_32(w, b);
+            DOTS(c, a, v, 0);
+            w = load_32(w, a);
+            DOTS(c, b, v, 1);
+            w = load_32(w, b);
+            DOTS(c, a, v, 2);
+            DOTS(c, b, v, 3);
+        }
         const float16x8_t h = vld1q_f16(scale_w + g * PANEL);
-#pragma GCC unroll 2
-        for (int quad = 0; quad < 2; quad++) {
-            int32x4_t c[TILE];
-            group_sums(w + quad * 16, x, g * GROUP, tokens, c);
-            const float32x4_t s = quad ? vcvt_high_f32_f16(h) : vcvt_f32_f16(vget_low_f16(h));
-#pragma GCC unroll 8
-            for (int t = 0; t < tokens; t++) acc[t][quad] = vfmaq_f32(acc[t][quad], vcvtq_f32_s32(c[t]), vmulq_n_f32(s, scale_x[t][g]));
+        const float32x4_t low = vcvt_f32_f16(vget_low_f16(h)), high = vcvt_high_f32_f16(h);
+        float32x2_t s[TILE];
+        UNROLL
+        for (int t = 0; t < tokens; t++) s[t] = load_scale(scale_x[t] + g);
+        UNROLL
+        for (int t = 0; t < tokens; t++) {
+            acc[t][0] = vfmaq_f32(acc[t][0], vsubq_f32(vreinterpretq_f32_s32(c[t][0]), magic), vmulq_lane_f32(low, s[t], 0));
+            acc[t][1] = vfmaq_f32(acc[t][1], vsubq_f32(vreinterpretq_f32_s32(c[t][1]), magic), vmulq_lane_f32(high, s[t], 0));
         }
     }
-#pragma GCC unroll 8
+    UNROLL
     for (int t = 0; t < tokens; t++) {
         vst1q_f32(dst + (row + t) * dst_stride, acc[t][0]);
         vst1q_f32(dst + (row + t) * dst_stride + 4, acc[t][1]);
@@ -69,16 +111,16 @@ void kestrel_matmul_int8_neon_dotprod(const void *data, int64_t panels, const ke
     for (int64_t p = 0; p < panels; p++) {
         const uint8_t *panel = (const uint8_t *)data + p * bytes;
         float *out = dst + p * PANEL;
-        int64_t i = 0;
-        for (; i + TILE <= m; i += TILE) tile(panel, lhs, i, out, dst_stride, TILE);
-        switch (m - i) {
-        case 1: tile(panel, lhs, i, out, dst_stride, 1); break;
-        case 2: tile(panel, lhs, i, out, dst_stride, 2); break;
-        case 3: tile(panel, lhs, i, out, dst_stride, 3); break;
-        case 4: tile(panel, lhs, i, out, dst_stride, 4); break;
-        case 5: tile(panel, lhs, i, out, dst_stride, 5); break;
-        case 6: tile(panel, lhs, i, out, dst_stride, 6); break;
-        case 7: tile(panel, lhs, i, out, dst_stride, 7); break;
+        for (int64_t i = 0; i < m;) {
+            const int64_t left = m - i, tokens = left == 5 ? 5 : left == 6 || left == 3 ? 3 : left < 4 ? left : 4;
+            switch (tokens) {
+            case 1: tile(panel, lhs, i, out, dst_stride, 1); break;
+            case 2: tile(panel, lhs, i, out, dst_stride, 2); break;
+            case 3: tile(panel, lhs, i, out, dst_stride, 3); break;
+            case 4: tile(panel, lhs, i, out, dst_stride, 4); break;
+            default: tile(panel, lhs, i, out, dst_stride, 5);
+            }
+            i += tokens;
         }
     }
 }
