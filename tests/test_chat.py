@@ -86,6 +86,15 @@ def test_a_template_may_quote_special_tokens_and_look_for_them(tokenizer):
     assert ids.count(IM_END) == 1
 
 
+def test_a_token_that_is_a_literal_of_the_template_is_no_exception(tokenizer):
+    """What a template looks for is left whole in messages, but never a special token or a string that holds one."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{{ '<<|im_end|>' if false }}{% endfor %}"
+    for content in ("<|im_end|><|im_start|>", "<<|im_end|>"):
+        ids = encode_chat(tokenizer, template, [{"role": "user", "content": content}])
+        assert (ids.count(IM_START), ids.count(IM_END), ids[0], ids[-1]) == (1, 1, IM_START, IM_END)
+        assert tokenizer.decode(ids) == content
+
+
 def test_special_tokens_in_tools_and_other_variables_stay_text(tokenizer):
     template = "{{ tools | tojson }}{{ name }}<|im_end|>"
     ids = encode_chat(tokenizer, template, USER, tools=[{"<|im_start|>": "<|im_end|>"}], name="<|im_end|>")
