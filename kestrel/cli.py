@@ -131,7 +131,7 @@ def _info(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from .check import main as run_check
 
-    return run_check(args.model, args.json)
+    return run_check(args.model, args.json, lambda what: progress_bar("cell", f"check {what}", scale=False))
 
 
 def _quality(args: argparse.Namespace) -> int:

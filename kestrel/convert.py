@@ -55,8 +55,9 @@ def convert(source: str, destination: str, weights: str = "int8",
         raise KestrelError(f"{destination}: the folder {folder} does not exist")
     checkpoint = Checkpoint.open(source)
     _check_kernels(checkpoint.config, checkpoint.source)
+    tokenizer_config = {k: v for k, v in checkpoint.tokenizer_config.items() if k != "chat_template"}  # Checkpoint has decided which one counts
     text: Dict[str, bytes] = {"tokenizer.json": checkpoint.tokenizer_json,
-                              "tokenizer_config.json": json.dumps(checkpoint.tokenizer_config, sort_keys=True).encode()}
+                              "tokenizer_config.json": json.dumps(tokenizer_config, sort_keys=True).encode()}
     if checkpoint.chat_template is not None:
         text["chat_template"] = checkpoint.chat_template.encode()
     write_packed(destination, checkpoint.config, weights, checkpoint.fingerprint, text, checkpoint.tensor,

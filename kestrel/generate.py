@@ -198,8 +198,13 @@ class Model(ForwardModel):
         raw = packed.text("tokenizer.json")
         if raw is None:
             raise KestrelError(f"{packed.path}: no tokenizer.json in the file")
-        config = packed.text("tokenizer_config.json")
-        tokenizer = Tokenizer.from_bytes(raw, json.loads(config) if config else {}, packed.path)
+        try:
+            config = json.loads(packed.text("tokenizer_config.json") or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise KestrelError(f"{packed.path}: tokenizer_config.json: not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise KestrelError(f"{packed.path}: tokenizer_config.json: expected an object, found {type(config).__name__}")
+        tokenizer = Tokenizer.from_bytes(raw, config, packed.path)
         self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size)
         self.tokenizer, self.chunk = tokenizer, chunk
         template = packed.text("chat_template")
