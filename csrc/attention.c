@@ -59,6 +59,6 @@ void kestrel_attention_finish_portable(const float *state, int64_t d, float *out
     memcpy(l, state + 8, sizeof l);
     for (int half = 4; half; half /= 2)
         for (int j = 0; j < half; j++) l[j] += l[j + half];
-    const float r = 1.0f / l[0];
-    for (int64_t c = 0; c < d; c++) out[c] = state[STATE_HEAD + c] * r;
+    const float r = state[0] == -INFINITY ? NAN : 1.0f / l[0]; /* every score was NaN: the state was never filled */
+    for (int64_t c = 0; c < d; c++) out[c] = state[STATE_HEAD + c] * r; /* NaN r: NaN, whatever A holds */
 }

@@ -29,7 +29,7 @@
 static inline float kestrel_bits_f32(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 static inline uint32_t kestrel_f32_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 
-/* NaN gives an unspecified value, without a trap. */
+/* NaN gives 0, without a trap. */
 static inline float kestrel_expf(float x0)
 {
     float x = x0 > EXPF_LOW ? x0 : EXPF_LOW;
@@ -43,8 +43,8 @@ static inline float kestrel_expf(float x0)
     p = fmaf(p, r, EXPF_C4);
     p = fmaf(p, r, EXPF_C5);
     p = fmaf(p, r * r, r) + 1.0f;
-    const float y = kestrel_bits_f32(kestrel_f32_bits(p) + (kestrel_f32_bits(t) << 23));
-    return x0 < EXPF_LOW ? 0.0f : y;
+    const uint32_t keep = 0u - (uint32_t)(x0 >= EXPF_LOW); /* a mask, not a branch: the compiler can vectorise it */
+    return kestrel_bits_f32((kestrel_f32_bits(p) + (kestrel_f32_bits(t) << 23)) & keep);
 }
 
 static inline double kestrel_bits_f64(uint64_t u) { double f; memcpy(&f, &u, 8); return f; }

@@ -127,7 +127,8 @@ typedef struct kestrel_span {
 enum { STATE_HEAD = 16 }; /* floats before A: [0] max, [8..15] L */
 typedef void kestrel_attention_span_fn(const kestrel_span *span);
 
-/* merges state b into a (a earlier), as above; finish: out[d] = A[d] * (1 / l), l = L joined as L[j] += L[j + 4], += [j + 2], += [j + 1]. */
+/* merges state b into a (a earlier), as above; finish: out[d] = A[d] * (1 / l), l = L joined as L[j] += L[j + 4], += [j + 2], += [j + 1];
+ * NaN for an empty state (all scores were NaN), so that the next norm reports it. */
 typedef void kestrel_attention_merge_fn(float *a, const float *b, int64_t d);
 typedef void kestrel_attention_finish_fn(const float *state, int64_t d, float *out);
 
