@@ -73,6 +73,9 @@ void kestrel_kv_span(const kestrel_kv *kv, int32_t layer, int32_t head, int32_t 
     *v = base + v_index(kv, (int64_t)span * SPAN, 0) * element_bytes(kv->type);
 }
 
+/* A finite value too large for f16 becomes its largest one; Inf becomes NaN, so that it is reported and not made a number. */
+static inline uint16_t cached(float x) { return (kestrel_f32_bits(x) & 0x7fffffffu) == 0x7f800000u ? 0x7e00 : kestrel_f32_to_f16(x); }
+
 void kestrel_kv_store(kestrel_kv *kv, int32_t layer, int32_t head, int32_t position, const float *k, const float *v)
 {
     uint8_t *base = head_data(kv, layer, head);
@@ -84,8 +87,8 @@ void kestrel_kv_store(kestrel_kv *kv, int32_t layer, int32_t head, int32_t posit
         return;
     }
     uint16_t *at = (uint16_t *)base;
-    for (int64_t c = 0; c < d; c++) at[k0 + c * KEY_BLOCK] = kestrel_f32_to_f16(k[c]);
-    for (int64_t c = 0; c < d; c++) at[v0 + c] = kestrel_f32_to_f16(v[c]);
+    for (int64_t c = 0; c < d; c++) at[k0 + c * KEY_BLOCK] = cached(k[c]);
+    for (int64_t c = 0; c < d; c++) at[v0 + c] = cached(v[c]);
 }
 
 int64_t kestrel_kv_export_bytes(const kestrel_kv *kv, int32_t begin, int32_t end)

@@ -110,6 +110,15 @@ class Generation:
         }
 
 
+def _forward(model: ForwardModel, kv: KVCache, tokens: Sequence[int], wanted: int = 0) -> None:
+    """One pass; when a signal cancelled it whose handler then returned, it is made again."""
+    while True:
+        try:
+            return model.forward(kv, tokens, wanted)
+        except Cancelled:
+            continue
+
+
 def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance: Acceptance, drafter: Drafter, draft_most: int,
             sampling: Any, chunk: int, statistics: Statistics, observer: Optional[Observer]) -> Iterator[None]:
     """Yields after each round, and after each pass of the prompt."""
@@ -121,7 +130,7 @@ def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance:
     try:
         while True:
             if len(pending) > chunk:
-                model.forward(kv, pending[:chunk])
+                _forward(model, kv, pending[:chunk])
                 certain = kv.length
                 del pending[:chunk]
                 statistics.prefill_forwards += 1
@@ -130,24 +139,25 @@ def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance:
             looked = clock()
             most = min(draft_most, acceptance.room - 1, chunk - len(pending) if len(pending) > 1 else draft_most,
                        kv.capacity - kv.length - len(pending))
-            draft = drafter.propose(most) if most > 0 else []
+            draft = list(drafter.propose(most))[:most] if most > 0 else []
             for cut, token in enumerate(draft):
                 if not 0 <= token < model.sampled_vocab:  # what can't be sampled can't be right
                     del draft[cut:]
                     break
             statistics.draft += clock() - looked
-            model.forward(kv, pending + draft, wanted=len(draft) + 1)
-            certain += len(pending)
-            accepted, goes_on, token = 0, True, -1
-            for i in range(len(draft) + 1):
-                position = certain + i
-                token = model.sample(i, sampling, position)
-                if observer is not None:
-                    observer(position, token, model.logits(i))
-                goes_on = acceptance.commit(token)
-                if not goes_on or i == len(draft) or token != draft[i]:
-                    break
-                accepted += 1
+            with model.lock:  # the logits are read before another thread's pass overwrites them
+                _forward(model, kv, pending + draft, wanted=len(draft) + 1)
+                certain += len(pending)
+                accepted, goes_on, token = 0, True, -1
+                for i in range(len(draft) + 1):
+                    position = certain + i
+                    token = model.sample(i, sampling, position)
+                    if observer is not None:
+                        observer(position, token, model.logits(i))
+                    goes_on = acceptance.commit(token)
+                    if not goes_on or i == len(draft) or token != draft[i]:
+                        break
+                    accepted += 1
             committed = draft[:accepted] + [token]
             if not goes_on and accepted < len(draft) and token == draft[accepted]:
                 accepted += 1  # the last token was drafted too, only nothing follows it
