@@ -103,7 +103,8 @@ class ForwardModel:
     """Weights, worker threads and scratch. `step` runs one pass; the rest of kestrel stands on it.
 
     Attributes: packed (PackedModel), config, isa, threads, max_rows, kv_type ("f16" for int8 weights, "f32" for f32 weights).
-    Not re-entrant: a lock lets one thread in at a time.
+    A pass and what is read from it are one thread's at a time: who calls `forward` and then `logits` or `sample` from several threads
+    holds `lock` around them.
     """
 
     def __init__(self, path: str, threads: Optional[int] = None, isa: Optional[str] = None, max_rows: int = 256,
@@ -117,7 +118,7 @@ class ForwardModel:
         self.max_rows = max(max_rows, MAX_DRAFT + 1)
         self.kv_type = kv_type or ("f32" if self.packed.weight_type == "f32" else "f16")
         self.sampled_vocab = min(sampled_vocab or self.config.vocab_size, self.config.vocab_size)
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._native_config, self._keep = self._describe()
         out = ffi.new("kestrel_model **")
         _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.max_rows, out), self.packed.path)
@@ -190,12 +191,12 @@ class ForwardModel:
         m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle
         if m > self.max_rows:
             raise KestrelError(f"a pass of {m} rows: the model was made for {self.max_rows}")
-        for i, token in enumerate(tokens):
-            row = rows[i]
-            row.kv, row.position, row.token, row.want = handle, position + i, token, _native.WANT_NONE
-        for i in range(m - wanted, m):
-            rows[i].want = _native.WANT_LOGITS
-        with self._lock:
+        with self.lock:
+            for i, token in enumerate(tokens):
+                row = rows[i]
+                row.kv, row.position, row.token, row.want = handle, position + i, token, _native.WANT_NONE
+            for i in range(m - wanted, m):
+                rows[i].want = _native.WANT_LOGITS
             self._reserve_logits(wanted)
             self._output.logits = self._logits_pointer
             self._run(m)
@@ -210,14 +211,14 @@ class ForwardModel:
         m = len(rows)
         if not 1 <= m <= self.max_rows:
             raise KestrelError(f"a pass of {m} rows: the model was made for 1 to {self.max_rows}")
-        for i, r in enumerate(rows):
-            at = self._rows[i]
-            at.kv, at.position, at.token, at.want = r.kv._handle, r.position, r.token, r.want
         n_logits = sum(1 for r in rows if r.want & _native.WANT_LOGITS)
         n_candidates = sum(1 for r in rows if r.want & _native.WANT_CANDIDATES)
         ids = np.zeros((n_candidates, candidates), np.int32)
         values = np.zeros((n_candidates, candidates), np.float32)
-        with self._lock:
+        with self.lock:
+            for i, r in enumerate(rows):
+                at = self._rows[i]
+                at.kv, at.position, at.token, at.want = r.kv._handle, r.position, r.token, r.want
             self._reserve_logits(n_logits)
             out = self._output
             out.logits, out.n_candidates = self._logits_pointer, candidates
