@@ -52,10 +52,7 @@ class LlamaCpp:
         count = self.c.llama_tokenize(self.vocab, raw, len(raw), ids, len(ids), False, False)
         return list(ids[:count])
 
-    def clear(self) -> None:
-        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), False)
-
-    def step(self, ids: list) -> int:
+    def _step(self, ids: list) -> int:
         """Feed ids, return the greedy next one."""
         tokens = (self.c.llama_token * len(ids))(*ids)
         if self.c.llama_decode(self.context, self.c.llama_batch_get_one(tokens, len(ids))):
@@ -63,8 +60,50 @@ class LlamaCpp:
         row = self.c.llama_get_logits_ith(self.context, -1)
         return int(self.np.ctypeslib.as_array(row, (self.vocab_size,)).argmax())
 
+    def prefill(self, ids: list) -> float:
+        """Seconds from an empty cache to the first token."""
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), False)
+        start = time.perf_counter()
+        self._step(ids)
+        return time.perf_counter() - start
 
-ENGINES = {"llama.cpp": LlamaCpp}
+    def decode(self, ids: list, tokens: int) -> float:
+        """Seconds of `tokens` steps of one token each, after ids."""
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), False)
+        token = self._step(ids)
+        start = time.perf_counter()
+        for _ in range(tokens):
+            token = self._step([token])
+        return time.perf_counter() - start
+
+
+class Kestrel:
+    """kestrel as a user meets it: `generate`, with text, stopping rules and all, speculation off."""
+
+    def __init__(self, path: str, threads: int, capacity: int):
+        try:
+            from kestrel import Model
+        except ImportError:  # a source tree that is not installed
+            sys.path.insert(0, str(ROOT))
+            from kestrel import Model
+
+        self.model = Model.load(path, threads=threads)
+
+    def encode(self, text: str) -> list:
+        return self.model.encode(text)
+
+    def prefill(self, ids: list) -> float:
+        """Seconds from an empty cache to the first token."""
+        return self.model.generate(ids, max_tokens=1, draft="off", ignore_end=True).run().statistics.prefill
+
+    def decode(self, ids: list, tokens: int) -> float:
+        """Seconds of `tokens` steps of one token each, after ids."""
+        answer = self.model.generate(ids, max_tokens=tokens + 1, draft="off", ignore_end=True).run()
+        assert answer.statistics.forwards == tokens + 1
+        return answer.statistics.decode
+
+
+ENGINES = {"kestrel": Kestrel, "llama.cpp": LlamaCpp}
 
 
 def worker(engine: str, path: str, threads: int, args) -> None:
@@ -77,24 +116,12 @@ def worker(engine: str, path: str, threads: int, args) -> None:
     needed = max(args.prompt_tokens, args.decode_past)
     ids = (ids * (needed // len(ids) + 1))[:needed]
 
-    def prefill() -> float:
-        model.clear()
-        start = time.perf_counter()
-        model.step(ids[:args.prompt_tokens])
-        return time.perf_counter() - start
-
-    def decode() -> float:
-        model.clear()
-        token = model.step(ids[:args.decode_past])
-        start = time.perf_counter()
-        for _ in range(args.tokens):
-            token = model.step([token])
-        return time.perf_counter() - start
-
-    decode()
+    tasks = {"prefill": lambda: model.prefill(ids[:args.prompt_tokens]),
+             "decode": lambda: model.decode(ids[:args.decode_past], args.tokens)}
+    tasks["decode"]()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print({"prefill": prefill, "decode": decode}[line.strip()](), file=answers, flush=True)
+        print(tasks[line.strip()](), file=answers, flush=True)
 
 
 def quantize(source: str, target: str) -> None:
@@ -166,6 +193,10 @@ def main() -> None:
         quantize(args.quantize, args.gguf)
     if not (args.kestrel or args.gguf):
         parser.error("give --kestrel, --gguf or both")
+    load = os.getloadavg()[0]
+    if load > 0.3:
+        print(f"load average {load:.1f}: something else runs here, and engines whose threads spin (llama.cpp with OpenMP) "
+              "suffer most; repeat when the machine is quiet", file=sys.stderr)
     rows = measure(args)
     for row in rows:
         for kind in ("prefill", "decode"):
@@ -173,7 +204,8 @@ def main() -> None:
                          "all": row[kind]}
     if args.json:
         print(json.dumps({"unit": "tokens per second", "prompt_tokens": args.prompt_tokens,
-                          "decode_past": args.decode_past, "tokens": args.tokens, "rows": rows}))
+                          "decode_past": args.decode_past, "tokens": args.tokens, "load_average_before": load,
+                          "rows": rows}))
         return None
     print(f"{'engine':<10} {'threads':>7} {f'prefill {args.prompt_tokens}':>24} {f'decode {args.tokens}':>24}")
     for row in rows:
