@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Dict, List
 
 CODE = '''\
@@ -57,7 +58,9 @@ PROMPTS = (
 
 def generate(model: str, prompt: str, draft: str, max_tokens: int, threads: int) -> Dict[str, Any]:
     """The JSON object of one run of `kestrel generate`."""
-    cmd = [sys.executable, "-m", "kestrel", "generate", model, "--chat", "--prompt", prompt, "--max-tokens", str(max_tokens),
+    # the installed program: "python -m kestrel" here would take the source tree, which demo.sh doesn't build in
+    program = str(Path(sys.executable).with_name("kestrel"))
+    cmd = [program, "generate", model, "--chat", "--prompt", prompt, "--max-tokens", str(max_tokens),
            "--draft", draft, "--json"] + (["--threads", str(threads)] if threads else [])
     done = subprocess.run(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
     if done.returncode:

@@ -8,9 +8,11 @@ import re
 
 import pytest
 
-# the way of the data; a module imports only from modules before it
-ORDER = ("errors", "_native", "config", "container", "vocabulary", "checkpoint", "pack", "model", "convert", "tokenizer", "chat",
-         "drafter", "acceptance", "planner", "generate", "quality", "check", "bench", "telemetry", "cli", "__main__")
+# the way of the data; a module imports only from modules before it (tokenizer and chat stand before model: a conversion's
+# calibration reads text)
+ORDER = ("errors", "_native", "config", "container", "vocabulary", "checkpoint", "tokenizer", "chat", "pack", "toy", "model",
+         "calibration", "convert", "drafter", "acceptance", "planner", "generate", "quality", "check", "bench", "telemetry",
+         "cli", "__main__")
 
 
 def imports_of(path):
@@ -43,7 +45,7 @@ def test_every_module_has_its_place(root):
 
 def test_imports_point_upstream(root):
     wrong = []
-    for path in modules(root):
+    for path in (p for p in modules(root) if p.stem in ORDER):
         for name, ours in imports_of(path):
             if ours and name in ORDER and ORDER.index(name) >= ORDER.index(path.stem):
                 wrong.append(f"{path.name} imports {name}")
