@@ -40,7 +40,7 @@ one_core() { # CPU: prints its line, fails when anything failed
       line+="; tests: $(tail -1 "$log.tests.log" | tr -d '=' | sed 's/^ *//; s/ *$//')"
     else
       "$arm/python" board/check.py > "$log.check.log" 2> "$log.check.err"; rc=$?
-      line+="; check: $(grep -v '^ *$' "$log.check.log" | tail -1)"
+      line+="; check: $(sed -n 's/^golden [^:]*: *\([0-9a-f]\{16\}\).*/golden \1, /p' "$log.check.log" | tail -1)$(grep -v '^ *$' "$log.check.log" | tail -1)"
     fi
     if [ $rc -ne 0 ]; then status=1; line+=" (FAILED, exit $rc, see build/emulated/$(basename "$log").$part.log)"; fi
   done
