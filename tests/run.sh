@@ -26,6 +26,13 @@ status=0
 "$python" -m pytest -q --color=no "$@" tests 2>&1 | tee build/tests-native.log || status=1
 summary=$(grep -E '[0-9]+ (passed|failed|error)' build/tests-native.log | tail -1 || true)
 
+echo "== native: identity check"
+if "$python" board/check.py > build/check-native.log 2> build/check-native.err; then
+  tail -2 build/check-native.log
+else
+  status=1; cat build/check-native.log build/check-native.err; echo "== native: identity check FAILED"
+fi
+
 missing=()
 if [ $native = no ] && [ "$(uname -m)" != aarch64 ]; then
   needs() { # COMMAND PACKAGE

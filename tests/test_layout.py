@@ -39,6 +39,12 @@ def modules(root):
     return sorted(p for p in (root / "kestrel").glob("*.py") if p.stem not in ("__init__", "_kestrel_cffi"))
 
 
+def test_syntax_is_python_3_9s(root):
+    for folder in ("kestrel", "csrc", "board", "cross", "tests"):
+        for path in sorted((root / folder).rglob("*.py")):
+            ast.parse(path.read_text(), str(path), feature_version=(3, 9))
+
+
 def test_every_module_has_its_place(root):
     assert [p.stem for p in modules(root) if p.stem not in ORDER] == []
 
