@@ -61,7 +61,10 @@ static void embed_task(void *arg, int32_t task, int32_t thread)
     const int64_t half = c->head_dim / 2;
     (void)thread;
     FOR_ROWS(s, task, s->m) {
-        kestrel_unpack_row(&c->embedding, s->rows[i].token, m->x + (int64_t)i * c->hidden_size);
+        float *x = m->x + (int64_t)i * c->hidden_size;
+        kestrel_unpack_row(&c->embedding, s->rows[i].token, x);
+        if (c->embedding_scale)
+            for (int32_t j = 0; j < c->hidden_size; j++) x[j] *= c->embedding_scale[j];
         for (int64_t j = 0; j < half; j++) {
             double sine, cosine;
             kestrel_sincos((double)((float)s->rows[i].position * c->rope_inv_freq[j]), &sine, &cosine); /* the angle in f32, as trained */
@@ -316,6 +319,18 @@ static void norm(step *s, const float *gain, const float *delta, const int32_t *
     run(s, norm_task, row_tasks(s, rows));
 }
 
+/* Calibration: the range of each input channel of the matmul that reads src next. Returns where the next matmul's channels begin. */
+static float *observe(const step *s, float *maxima, int64_t n, int32_t rows)
+{
+    if (!maxima) return NULL;
+    for (int32_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < n; j++) {
+            const float v = fabsf(s->src[i * s->src_stride + j]);
+            maxima[j] = v > maxima[j] ? v : maxima[j];
+        }
+    return maxima + n;
+}
+
 static bool cancelled(int32_t fd)
 {
     struct pollfd p = {.fd = fd, .events = POLLIN};
@@ -338,6 +353,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
     kestrel_model *m = s->model;
     const kestrel_config *c = &m->config;
     const int64_t h = c->hidden_size, nd = (int64_t)c->n_heads * c->head_dim, n = c->intermediate_size;
+    float *maxima = s->out ? s->out->input_maxima : NULL;
     run(s, embed_task, row_tasks(s, s->m));
     cut_tiles(s);
     for (s->layer = 0; s->layer < c->n_layers; s->layer++) {
@@ -346,6 +362,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
 
         set_input(s, &l->qkv, m->normed, h);
         norm(s, l->attention_norm, s->layer ? m->delta : NULL, NULL, s->m);
+        maxima = observe(s, maxima, h, s->m);
         matmul(s, s->m, m->qkv, m->qkv_columns);
         run(s, rope_task, row_tasks(s, s->m));
         attention(s);
@@ -356,10 +373,12 @@ static int32_t layers(step *s, int32_t cancel_fd)
 
         set_input(s, &l->gate_up, m->normed, h);
         norm(s, l->mlp_norm, m->delta, NULL, s->m);
+        maxima = observe(s, maxima, h, s->m);
         matmul(s, s->m, m->gate_up, 2 * n);
 
         set_input(s, &l->down, m->gate_up, 2 * n);
         run(s, activation_task, row_tasks(s, s->m));
+        maxima = observe(s, maxima, n, s->m);
         matmul(s, s->m, m->delta, h);
 
         const int32_t status = not_finite(s, s->layer);
@@ -387,6 +406,7 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     norm(s, c->final_norm, m->delta, pick, rows);
     int32_t status = not_finite(s, c->n_layers);
     if (status) return status;
+    if (s->out->input_maxima) observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
     matmul(s, rows, dst, c->vocab_size);
     run(s, finite_task, rows);
     return not_finite(s, c->n_layers + 1);

@@ -21,7 +21,7 @@ enum kestrel_version {
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
-    KESTREL_GROUP = 32,           /* k values that share one scale, in weights and in activations */
+    KESTREL_GROUP = 64,           /* k values that share one scale, in weights and in activations */
     KESTREL_KEY_BLOCK = 32,       /* keys of one transposed K block */
     KESTREL_SPAN = 128            /* keys of one attention span: the unit of the softmax's order */
 };
@@ -73,6 +73,7 @@ typedef struct kestrel_config {
     int32_t reserved;
     const float *rope_inv_freq; /* [head_dim / 2]; copied */
     const float *final_norm;    /* [hidden_size] */
+    const float *embedding_scale; /* [hidden_size] or NULL: an embedding row is multiplied by it (undoes a fold for the tied head) */
     kestrel_weight embedding;   /* [vocab_size][hidden_size] */
     kestrel_weight head;        /* [vocab_size][hidden_size]; the embedding again when tied */
     const kestrel_layer *layers; /* [n_layers]; copied */
@@ -97,6 +98,8 @@ typedef struct kestrel_output {
     int32_t error_layer;       /* set on KESTREL_E_NOT_FINITE: layer, n_layers = final norm, n_layers + 1 = logits */
     int32_t error_row;
     int32_t reserved;
+    float *input_maxima;       /* NULL, or running max |x| over rows by input channel of each quantised matmul, for calibration:
+                                  [n_layers][hidden_size (qkv), hidden_size (gate_up), intermediate_size (down)], then [hidden_size] (head) */
 } kestrel_output;
 
 /* Settings of a draw. temperature 0 is argmax (lowest id on a tie). */

@@ -48,7 +48,10 @@ def progress_bar(unit: str, what: str, scale: bool = True) -> Callable[[int, int
 def _convert(args: argparse.Namespace) -> int:
     from .convert import convert
 
-    convert(args.source, args.destination, args.weights, progress_bar("B", "convert"))
+    calibrate = "" if args.calibrate == "off" else _read_file(args.calibrate) if args.calibrate else None
+    if calibrate == "" and args.calibrate != "off":
+        raise KestrelError(f"{args.calibrate}: expected a text to calibrate with, found nothing")
+    convert(args.source, args.destination, args.weights, calibrate, progress_bar("B", "convert"), progress_bar("tok", "calibrate"))
     size = os.path.getsize(args.destination)
     if args.json:
         _print_json({"path": args.destination, "bytes": size, "weights": args.weights})
@@ -58,12 +61,15 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
-        return args.prompt
-    name = args.prompt_file or "stdin"
+    return args.prompt if args.prompt is not None else _read_file(args.prompt_file)
+
+
+def _read_file(path: Optional[str]) -> str:
+    """The text of a file, or of standard input."""
+    name = path or "stdin"
     try:
-        if args.prompt_file:
-            with open(args.prompt_file, "rb") as file:
+        if path:
+            with open(path, "rb") as file:
                 raw = file.read()
         else:
             raw = sys.stdin.buffer.read()
@@ -137,10 +143,7 @@ def _check(args: argparse.Namespace) -> int:
 def _quality(args: argparse.Namespace) -> int:
     from .quality import quality
 
-    text = None
-    if args.text:
-        args.prompt, args.prompt_file = None, args.text
-        text = _read_prompt(args)
+    text = _read_file(args.text) if args.text else None
     result = quality(args.model, args.reference, text, progress_bar("tok", "quality"))
     if args.json:
         _print_json(result)
@@ -162,6 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("source")
     p.add_argument("destination")
     p.add_argument("--weights", default="int8", choices=("int8", "f32"))
+    p.add_argument("--calibrate", metavar="FILE|off", help="text for the activation-aware fold of int8 weights (default: a built-in one)")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_convert)
 

@@ -2,18 +2,24 @@
 """Checkpoint -> packed file, block by block: memory stays bounded by one block, whatever the model's size."""
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from typing import Callable, Dict, Iterator, Tuple
+import struct
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
 from . import _native
+from .calibration import Ranges, default_text, factors, input_ranges
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import KestrelError
-from .pack import WEIGHT_TYPES, Matrix, write_packed
+from .model import ForwardModel
+from .pack import WEIGHT_TYPES, Matrix, matrices, vectors, write_packed
+from .tokenizer import Tokenizer
 
+Progress = Callable[[int, int], None]
 _BLOCK_BYTES = 8 << 20  # float32 bytes of one block of rows
 
 
@@ -23,7 +29,34 @@ def _check_kernels(config: ModelConfig, source: str) -> None:
         raise KestrelError(f"{source}: head_dim: expected a multiple of 8 up to 512, found {config.head_dim}")
 
 
-def row_blocks(checkpoint: Checkpoint, matrix: Matrix) -> Iterator[Tuple[int, np.ndarray]]:
+class _Fold:
+    """Factors by packed matrix: `columns[name]` multiply its columns, `rows[name]` its rows (1 / the factors of what reads them)."""
+
+    def __init__(self, checkpoint: Checkpoint, ranges: Ranges):
+        c = checkpoint.config
+        self.columns: Dict[str, np.ndarray] = {}
+        self.rows: Dict[str, np.ndarray] = {}
+        for m in matrices(c):
+            layer, _, kind = m.name.rpartition(".")
+            if kind == "o" or (kind == "embedding" and not c.tie_word_embeddings):
+                continue
+            x = ranges.head if not layer else getattr(ranges, kind)[int(layer.split(".")[1])]
+            largest = np.zeros(m.k, np.float32)
+            for _, block in row_blocks(checkpoint, m, None):
+                np.maximum(largest, np.abs(block).max(axis=0), out=largest)
+            self.columns[m.name] = factors(x, largest)
+            if kind == "down":
+                ones = np.ones(c.intermediate_size, np.float32)
+                self.rows[f"{layer}.gate_up"] = np.concatenate([ones, ones / self.columns[m.name]])
+        self.head = self.columns["embedding" if c.tie_word_embeddings else "head"]
+
+    def gain(self, name: str, gain: np.ndarray) -> np.ndarray:
+        """A norm's gain, divided by the factors of the matrix that reads its output."""
+        reader = {"attention_norm": "qkv", "mlp_norm": "gate_up"}.get(name.rpartition(".")[2])
+        return gain / (self.columns[f"{name.rpartition('.')[0]}.{reader}"] if reader else self.head)
+
+
+def row_blocks(checkpoint: Checkpoint, matrix: Matrix, fold: Optional[_Fold]) -> Iterator[Tuple[int, np.ndarray]]:
     """The rows of a packed matrix in blocks of whole panels (the last may be shorter): (first row, float32 [rows, k])."""
     shapes = checkpoint.expected_shapes()
     step = max(_native.PANEL, _BLOCK_BYTES // (4 * matrix.k) // _native.PANEL * _native.PANEL)
@@ -36,15 +69,21 @@ def row_blocks(checkpoint: Checkpoint, matrix: Matrix) -> Iterator[Tuple[int, np
             if low < high:
                 parts.append(checkpoint.rows(name, low, high))
             at += rows
-        yield begin, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        block = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if fold is not None and matrix.name in fold.columns:
+            block *= fold.columns[matrix.name]
+        if fold is not None and matrix.name in fold.rows:
+            block *= fold.rows[matrix.name][begin:end, None]
+        yield begin, block
 
 
-def convert(source: str, destination: str, weights: str = "int8",
-            progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def convert(source: str, destination: str, weights: str = "int8", calibrate: Optional[str] = None, progress: Progress = lambda done, total: None,
+            calibration_progress: Progress = lambda done, total: None) -> None:
     """Converts a Hugging Face folder or a GGUF file to one packed file.
 
-    weights: "int8" (groups of 32 along k, absmax scales in f16) or "f32". The bytes written depend on source and weights alone.
-    KestrelError for anything wrong with the source, before or without leaving a file at `destination`.
+    weights: "int8" or "f32". calibrate: a text for the activation-aware fold of int8 weights (default: a built-in one), "" for no
+    fold. The bytes written depend on these arguments alone, not on the machine. KestrelError for anything wrong with the source,
+    before or without leaving a file at `destination`.
     """
     if weights not in WEIGHT_TYPES:
         raise KestrelError(f"weights: expected {' or '.join(WEIGHT_TYPES)}, found {weights!r}")
@@ -60,5 +99,36 @@ def convert(source: str, destination: str, weights: str = "int8",
                               "tokenizer_config.json": json.dumps(tokenizer_config, sort_keys=True).encode()}
     if checkpoint.chat_template is not None:
         text["chat_template"] = checkpoint.chat_template.encode()
-    write_packed(destination, checkpoint.config, weights, checkpoint.fingerprint, text, checkpoint.tensor,
-                 lambda matrix: row_blocks(checkpoint, matrix), progress)
+    names = dict(vectors(checkpoint.config, False))
+    fingerprint = checkpoint.fingerprint
+
+    def write(path: str, calibration: str, fold: Optional[_Fold], report: Progress) -> None:
+        def vector(name: str) -> np.ndarray:
+            if name == "embedding_scale":
+                return np.float32(1) / fold.head  # type: ignore[union-attr]
+            gain = checkpoint.tensor(names[name])
+            return gain if fold is None else fold.gain(name, gain)
+
+        write_packed(path, checkpoint.config, weights, fingerprint, calibration, text, vector, lambda m: row_blocks(checkpoint, m, fold), report)
+
+    if weights != "int8" or calibrate == "":
+        write(destination, "off", None, progress)
+        return
+    ids = _calibration_ids(checkpoint, text["tokenizer.json"], tokenizer_config, calibrate)
+    plain = destination + ".uncalibrated"
+    try:
+        write(plain, "off", None, progress)
+        ranges = input_ranges(ForwardModel(plain), ids, calibration_progress)
+    finally:
+        if os.path.exists(plain):
+            os.unlink(plain)
+    write(destination, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress)
+
+
+def _calibration_ids(checkpoint: Checkpoint, tokenizer_json: bytes, tokenizer_config: Dict[str, object], text: Optional[str]) -> List[int]:
+    tokenizer = Tokenizer.from_bytes(tokenizer_json, tokenizer_config, checkpoint.source)
+    ids = tokenizer.encode(default_text() if text is None else text, bos=True)
+    ids = [i for i in ids if i < checkpoint.config.vocab_size][:checkpoint.config.max_position_embeddings]
+    if not ids:
+        raise KestrelError("calibrate: the text has no tokens")
+    return ids

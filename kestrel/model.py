@@ -136,8 +136,8 @@ class ForwardModel:
         p, c = self.packed, self.config
         keep: List[Any] = []
 
-        def norm(name: str) -> Any:
-            keep.append(ffi.from_buffer("float[]", p.norm(name)))
+        def vector(name: str) -> Any:
+            keep.append(ffi.from_buffer("float[]", p.vector(name)))
             return keep[-1]
 
         def weight(into: Any, name: str, n: int, k: int) -> None:
@@ -147,7 +147,7 @@ class ForwardModel:
         layers = ffi.new("kestrel_layer[]", c.num_hidden_layers)
         for i in range(c.num_hidden_layers):
             at = f"layers.{i}."
-            layers[i].attention_norm, layers[i].mlp_norm = norm(at + "attention_norm"), norm(at + "mlp_norm")
+            layers[i].attention_norm, layers[i].mlp_norm = vector(at + "attention_norm"), vector(at + "mlp_norm")
             weight(layers[i].qkv, at + "qkv", c.q_size + 2 * c.kv_size, c.hidden_size)
             weight(layers[i].o, at + "o", c.hidden_size, c.q_size)
             weight(layers[i].gate_up, at + "gate_up", 2 * c.intermediate_size, c.hidden_size)
@@ -159,7 +159,8 @@ class ForwardModel:
         config.n_heads, config.n_kv_heads, config.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         config.rms_norm_eps = c.rms_norm_eps
         config.rope_inv_freq = ffi.from_buffer("float[]", inv_freq)
-        config.final_norm = norm("final_norm")
+        config.final_norm = vector("final_norm")
+        config.embedding_scale = vector("embedding_scale") if p.folded_head else ffi.NULL
         weight(config.embedding, "embedding", c.vocab_size, c.hidden_size)
         weight(config.head, "embedding" if c.tie_word_embeddings else "head", c.vocab_size, c.hidden_size)
         config.layers = layers
@@ -183,9 +184,10 @@ class ForwardModel:
             self._logits = np.empty((rows, self.config.vocab_size), np.float32)
             self._logits_pointer = ffi.from_buffer("float[]", self._logits)
 
-    def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0) -> None:
+    def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0, input_maxima: Optional[np.ndarray] = None) -> None:
         """One pass of `tokens` after what `kv` holds; logits of the last `wanted` rows are kept for `logits` and `sample`.
 
+        input_maxima: see kestrel_output in kestrel.h; float32, updated in place (calibration).
         Raises Cancelled when a signal arrived whose handler did not raise, KestrelError as `step`.
         """
         m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle
@@ -199,7 +201,16 @@ class ForwardModel:
                 rows[i].want = _native.WANT_LOGITS
             self._reserve_logits(wanted)
             self._output.logits = self._logits_pointer
-            self._run(m)
+            if input_maxima is None:
+                self._run(m)
+                return
+            c = self.config
+            size = c.num_hidden_layers * (2 * c.hidden_size + c.intermediate_size) + c.hidden_size
+            self._output.input_maxima = _native.array(input_maxima, "float32", (size,), "input_maxima", writable=True)
+            try:
+                self._run(m)
+            finally:
+                self._output.input_maxima = ffi.NULL
 
     def step(self, rows: Sequence[Row], candidates: int = 0) -> Dict[str, np.ndarray]:
         """One pass over rows of any number of caches (rows of one cache consecutive, positions ascending).

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed file: one safetensors container that is mapped and used as it lies.
 
-Tensors: `embedding`, `head` (absent when tied), `final_norm`, `layers.N.{attention_norm, mlp_norm, qkv, o, gate_up, down}`, and the
+Tensors: `embedding`, `head` (absent when tied), `embedding_scale` (only when a tied head is folded), `final_norm`, `layers.N.{attention_norm, mlp_norm, qkv, o, gate_up, down}`, and the
 text files `tokenizer.json`, `tokenizer_config.json`, `chat_template` as U8. A matrix is U8 in the panel layout of csrc/kernels.h;
 a norm is F32. The data section and every tensor begin at a multiple of 64 bytes: the header is padded with spaces, norms with
 zeros, text with spaces (its true length stands in the metadata). `__metadata__`: format, format_version, numerics_version,
-config (JSON), weights (JSON: name -> type, group, n, k, panel, scale), text (JSON: name -> length), source (fingerprint).
+config (JSON), calibration (sha256 of the ids, or off), weights (JSON: name -> type, group, n, k, panel, scale), text (JSON: name -> length), source (fingerprint).
 """
 from __future__ import annotations
 
@@ -53,13 +53,17 @@ def matrices(config: ModelConfig) -> List[Matrix]:
     return table
 
 
-def norms(config: ModelConfig) -> List[Tuple[str, str]]:
-    """(name in the packed file, source tensor) of every norm's gain, each [hidden_size] float32."""
+def vectors(config: ModelConfig, folded: bool) -> List[Tuple[str, str]]:
+    """(name in the packed file, source tensor) of every vector, each [hidden_size] float32: the norms' gains, and for a tied head
+    that was folded the factors that undo it for the embedding ("")."""
     table = []
     for i in range(config.num_hidden_layers):
         table += [(f"layers.{i}.attention_norm", f"model.layers.{i}.input_layernorm.weight"),
                   (f"layers.{i}.mlp_norm", f"model.layers.{i}.post_attention_layernorm.weight")]
-    return table + [("final_norm", "model.norm.weight")]
+    table.append(("final_norm", "model.norm.weight"))
+    if folded and config.tie_word_embeddings:
+        table.append(("embedding_scale", ""))
+    return table
 
 
 def _padded(size: int) -> int:
@@ -73,15 +77,15 @@ def _weight_entry(matrix: Matrix, weight_type: str) -> Dict[str, Any]:
     return entry
 
 
-def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, text: Dict[str, bytes],
+def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, calibration: str, text: Dict[str, bytes],
                  vector: Callable[[str], np.ndarray], blocks: Callable[[Matrix], Iterator[Tuple[int, np.ndarray]]],
                  progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Writes a packed file; nothing stands under `path` until it is whole (renamed into place after fsync).
 
-    vector(name of a norm's source tensor) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k]) with rows
+    calibration: sha256 of the token ids that the fold was made from, or "off". vector(name in the packed file) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k]) with rows
     ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
     """
-    table = matrices(config)
+    table, small = matrices(config), vectors(config, calibration != "off")
     entries: Dict[str, Any] = {}
     offset = 0
 
@@ -90,7 +94,7 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
 
-    for name, _ in norms(config):
+    for name, _ in small:
         size = _padded(4 * config.hidden_size)
         place(name, "F32", [size // 4], size)
     for m in table:
@@ -100,7 +104,7 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
         place(name, "U8", [_padded(len(raw))], _padded(len(raw)))
     metadata = {
         "format": FORMAT, "format_version": str(_native.FORMAT_VERSION), "numerics_version": str(_native.NUMERICS_VERSION),
-        "config": config.to_json(), "source": source,
+        "config": config.to_json(), "source": source, "calibration": calibration,
         "weights": json.dumps({m.name: _weight_entry(m, weight_type) for m in table}, separators=(",", ":"), sort_keys=True),
         "text": json.dumps({name: len(raw) for name, raw in text.items()}, separators=(",", ":"), sort_keys=True),
     }
@@ -115,8 +119,8 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
     try:
         with file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for _, tensor in norms(config):
-                raw = np.ascontiguousarray(vector(tensor), np.float32).tobytes()
+            for name, _ in small:
+                raw = np.ascontiguousarray(vector(name), np.float32).tobytes()
                 file.write(raw + bytes(_padded(len(raw)) - len(raw)))
             for m in table:
                 _write_matrix(file, m, weight_type, blocks(m))
@@ -150,7 +154,7 @@ def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple
 class PackedModel:
     """A packed file, checked and mapped read-only.
 
-    Attributes: path, config (ModelConfig), weight_type ("int8" or "f32"), source (fingerprint of the checkpoint), file_bytes,
+    Attributes: path, config (ModelConfig), weight_type ("int8" or "f32"), source (fingerprint of the checkpoint), calibration (sha256 of its ids, or "off"), file_bytes,
     weight_bytes (of all matrices and norms: what one forward pass reads, the embedding counted once).
     """
 
@@ -163,7 +167,7 @@ class PackedModel:
             if metadata.get(key) != str(ours):
                 raise KestrelError(f"{self.path}: {key}: expected {ours}, found {metadata.get(key)}; convert the checkpoint again")
         self.config = ModelConfig.from_json(metadata.get("config", ""), self.path)
-        self.source = metadata.get("source", "")
+        self.source, self.calibration = metadata.get("source", ""), metadata.get("calibration", "off")
         weights = self._json(metadata, "weights")
         self._text = self._json(metadata, "text")
         self._check(weights)
@@ -193,7 +197,7 @@ class PackedModel:
             if weights.get(name) != _weight_entry(m, self.weight_type):
                 raise KestrelError(f"{self.path}: {name}: expected {_weight_entry(m, self.weight_type)}, found {weights.get(name)}")
             expected[name] = ("U8", _native.packed_bytes(self.weight_type, m.n, m.k))
-        for name, _ in norms(self.config):
+        for name, _ in vectors(self.config, self.calibration != "off"):
             expected[name] = ("F32", _padded(4 * self.config.hidden_size))
         for name, length in self._text.items():
             if name not in _TEXT or isinstance(length, bool) or not isinstance(length, int) or length < 0:
@@ -207,13 +211,18 @@ class PackedModel:
                 raise KestrelError(f"{self.path}: {name}: expected {dtype} of {size} bytes at a multiple of {_ALIGNMENT}, "
                                    f"found {e.dtype} of {e.end - e.begin} bytes at {e.begin}")
 
+    @property
+    def folded_head(self) -> bool:
+        """The embedding carries the head's fold: `embedding_scale` undoes it for the rows that go in."""
+        return "embedding_scale" in self._entries
+
     def array(self, name: str) -> np.ndarray:
         """Bytes of a tensor as they lie in the mapped file: uint8, read-only."""
         e = self._entries[name]
         return self._buffer[e.begin:e.end]
 
-    def norm(self, name: str) -> np.ndarray:
-        """A norm's gain: float32 [hidden_size], read-only, in the mapped file."""
+    def vector(self, name: str) -> np.ndarray:
+        """A norm's gain, or `embedding_scale`: float32 [hidden_size], read-only, in the mapped file."""
         return self.array(name).view(np.float32)[:self.config.hidden_size]
 
     def text(self, name: str) -> Optional[bytes]:

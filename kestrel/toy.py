@@ -63,4 +63,4 @@ def write_toy(path: str, weight_type: str = "int8", seed: int = 1, config: Model
 
     text = {"tokenizer.json": json.dumps(tokenizer_json(), ensure_ascii=False).encode(),
             "tokenizer_config.json": json.dumps({"add_bos_token": False}).encode()}
-    write_packed(path, config, weight_type, f"toy, seed {seed}", text, gain, blocks)
+    write_packed(path, config, weight_type, f"toy, seed {seed}", "off", text, gain, blocks)
