@@ -1,14 +1,21 @@
-/* attention_span, Armv8.0 NEON: up to four queries share each converted K and V vector. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
+/* attention_span, Armv8.0 NEON: up to eight queries share each converted K and V vector. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
  *
- * Scores: lanes are keys, 16 at a time, fma ascending over d. Softmax: lanes are keys, the eight partial sums are two registers.
- * Values: lanes are d, 16 at a time, fma ascending over keys; keys outside a query's range are never visited. */
+ * Scores: lanes are keys, fma ascending over d. Softmax: lanes are keys, the eight partial sums are two registers. Values: lanes are
+ * d, fma ascending over keys; keys outside a query's range are never visited. Both tiles are n queries x V vectors of 4, n V <= 16. */
 #include "exp.h"
 #include "kernels.h"
 #include <arm_neon.h>
 #include <assert.h>
 
 #define INLINE static inline __attribute__((always_inline))
-enum { TILE = 4, MAX_D = 512, KEYS = 16 };
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+enum { TILE = 8, MAX_D = 512 };
+/* Vectors a tile of n queries is wide: 10 to 16 chains of fma hide its latency, 1 query gets along with 8. */
+INLINE int width(int n) { return n <= 2 ? 8 : n <= 4 ? 4 : 2; }
 
 /* The live queries of one tile; keys count from the span's first. */
 typedef struct tile {
@@ -21,7 +28,7 @@ typedef struct tile {
 /* 4 `vectors` values from p on; f16 converts exactly. */
 INLINE void load(const void *p, int64_t at, bool half, int vectors, float32x4_t *out)
 {
-#pragma GCC unroll 4
+    UNROLL
     for (int i = 0; i < vectors; i += 2) {
         if (half) {
             const float16x8_t h = vld1q_f16((const float16_t *)p + at + 4 * i);
@@ -34,14 +41,14 @@ INLINE void load(const void *p, int64_t at, bool half, int vectors, float32x4_t 
     }
 }
 
-INLINE void scores_step(float32x4_t s[TILE][4], const void *k, int64_t at, bool half, const float32x4_t *q, int lane, int n)
+INLINE void scores_step(float32x4_t s[TILE][8], const void *k, int64_t at, bool half, const float32x4_t *q, int lane, int n)
 {
-    float32x4_t v[4];
-    load(k, at, half, 4, v);
-#pragma GCC unroll 4
+    float32x4_t v[8];
+    load(k, at, half, width(n), v);
+    UNROLL
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
+        UNROLL
+        for (int j = 0; j < width(n); j++)
             s[i][j] = lane == 0 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 0) : lane == 1 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 1) :
                       lane == 2 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 2) : vfmaq_laneq_f32(s[i][j], v[j], q[i], 3);
 }
@@ -49,24 +56,27 @@ INLINE void scores_step(float32x4_t s[TILE][4], const void *k, int64_t at, bool 
 INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t end, bool half, int n)
 {
     const int64_t d = a->d;
-    for (int32_t key = begin / KEYS * KEYS; key < end; key += KEYS) {
+    const int32_t keys = 4 * width(n);
+    for (int32_t key = begin / keys * keys; key < end; key += keys) {
         const int64_t block = (int64_t)(key / KEY_BLOCK) * d * KEY_BLOCK + key % KEY_BLOCK;
-        float32x4_t s[TILE][4], q[TILE];
-#pragma GCC unroll 4
-        for (int i = 0; i < n; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = vdupq_n_f32(0.0f);
-        /* hot loop: 16 keys of n queries over d; its twin in values() runs over keys */
+        float32x4_t s[TILE][8], q[TILE];
+        UNROLL
+        for (int i = 0; i < n; i++)
+            UNROLL
+            for (int j = 0; j < width(n); j++) s[i][j] = vdupq_n_f32(0.0f);
+        /* hot loop: some keys of n queries over d; its twin in values_part() runs over keys */
         for (int64_t c = 0; c < d; c += 4) {
-#pragma GCC unroll 4
+            UNROLL
             for (int i = 0; i < n; i++) q[i] = vld1q_f32(t->q[i] + c);
             scores_step(s, a->k, block + c * KEY_BLOCK, half, q, 0, n);
             scores_step(s, a->k, block + (c + 1) * KEY_BLOCK, half, q, 1, n);
             scores_step(s, a->k, block + (c + 2) * KEY_BLOCK, half, q, 2, n);
             scores_step(s, a->k, block + (c + 3) * KEY_BLOCK, half, q, 3, n);
         }
-#pragma GCC unroll 4
+        UNROLL
         for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) vst1q_f32(t->score[i] + key + 4 * j, s[i][j]);
+            UNROLL
+            for (int j = 0; j < width(n); j++) vst1q_f32(t->score[i] + key + 4 * j, s[i][j]);
     }
 }
 
@@ -85,11 +95,11 @@ INLINE float32x4_t expf4(float32x4_t x0)
     p = vfmaq_f32(vdupq_n_f32(EXPF_C5), p, r);
     p = vaddq_f32(vfmaq_f32(r, p, vmulq_f32(r, r)), vdupq_n_f32(1.0f));
     const uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(p), vshlq_n_u32(vreinterpretq_u32_f32(t), 23));
-    return vreinterpretq_f32_u32(vbicq_u32(y, vcltq_f32(x0, low)));
+    return vreinterpretq_f32_u32(vandq_u32(y, vcgeq_f32(x0, low)));
 }
 
 /* Scores of keys [first, last] -> p in place; state[0] = max, state[8..15] = L. Lanes of other keys take part as -Inf and as +0. */
-INLINE void softmax(float *score, int32_t first, int32_t last, float *state)
+static void softmax(float *score, int32_t first, int32_t last, float *state)
 {
     static const int32_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const int32x4_t lane0 = vld1q_s32(lanes), lane1 = vld1q_s32(lanes + 4);
@@ -125,13 +135,13 @@ INLINE void softmax(float *score, int32_t first, int32_t last, float *state)
     vst1q_f32(state + 12, l1);
 }
 
-INLINE void values_step(float32x4_t o[TILE][4], const void *v, int64_t at, bool half, const float32x4_t *p, int lane, int n, int vectors)
+INLINE void values_step(float32x4_t o[TILE][8], const void *v, int64_t at, bool half, const float32x4_t *p, int lane, int n, int vectors)
 {
-    float32x4_t x[4];
+    float32x4_t x[8];
     load(v, at, half, vectors, x);
-#pragma GCC unroll 4
+    UNROLL
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
+        UNROLL
         for (int j = 0; j < vectors; j++)
             o[i][j] = lane == 0 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 0) : lane == 1 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 1) :
                       lane == 2 ? vfmaq_laneq_f32(o[i][j], x[j], p[i], 2) : vfmaq_laneq_f32(o[i][j], x[j], p[i], 3);
@@ -141,14 +151,14 @@ INLINE void values_step(float32x4_t o[TILE][4], const void *v, int64_t at, bool 
 INLINE void values_part(const kestrel_span *a, float *const *score, float *const *out, int64_t c, int32_t begin, int32_t end, bool half, int n, int vectors)
 {
     const int64_t d = a->d;
-    float32x4_t o[TILE][4], p[TILE];
-#pragma GCC unroll 4
+    float32x4_t o[TILE][8], p[TILE];
+    UNROLL
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
+        UNROLL
         for (int j = 0; j < vectors; j++) o[i][j] = vld1q_f32(out[i] + c + 4 * j);
     int32_t key = begin;
     for (; key + 4 <= end; key += 4) {
-#pragma GCC unroll 4
+        UNROLL
         for (int i = 0; i < n; i++) p[i] = vld1q_f32(score[i] + key);
         values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
         values_step(o, a->v, (key + 1) * d + c, half, p, 1, n, vectors);
@@ -156,13 +166,13 @@ INLINE void values_part(const kestrel_span *a, float *const *score, float *const
         values_step(o, a->v, (key + 3) * d + c, half, p, 3, n, vectors);
     }
     for (; key < end; key++) {
-#pragma GCC unroll 4
+        UNROLL
         for (int i = 0; i < n; i++) p[i] = vdupq_n_f32(score[i][key]);
         values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
     }
-#pragma GCC unroll 4
+    UNROLL
     for (int i = 0; i < n; i++)
-#pragma GCC unroll 4
+        UNROLL
         for (int j = 0; j < vectors; j++) vst1q_f32(out[i] + c + 4 * j, o[i][j]);
 }
 
@@ -170,8 +180,16 @@ INLINE void values(const kestrel_span *a, float *const *score, float *const *out
 {
     int64_t c = 0;
     if (begin >= end) return;
-    for (; c + 16 <= a->d; c += 16) values_part(a, score, out, c, begin, end, half, n, 4);
-    if (c < a->d) values_part(a, score, out, c, begin, end, half, n, 2);
+    for (; c + 4 * width(n) <= a->d; c += 4 * width(n)) values_part(a, score, out, c, begin, end, half, n, width(n));
+    if (width(n) > 2)
+        for (; c < a->d; c += 8) values_part(a, score, out, c, begin, end, half, n, 2);
+}
+
+/* Keys that not all queries of a tile see. */
+static void values_alone(const kestrel_span *a, const tile *t, float *const *out, int i, int32_t begin, int32_t end)
+{
+    if (a->type == KESTREL_F16) values(a, t->score + i, out + i, begin, end, true, 1);
+    else values(a, t->score + i, out + i, begin, end, false, 1);
 }
 
 INLINE void run(const kestrel_span *a, const tile *t, float *const *out, bool half, int n)
@@ -186,10 +204,9 @@ INLINE void run(const kestrel_span *a, const tile *t, float *const *out, bool ha
     if (end < begin) end = begin;
     scores(a, t, low, high, half, n);
     for (int i = 0; i < n; i++) softmax(t->score[i], t->first[i], t->last[i], out[i] - STATE_HEAD);
-    /* keys that only some queries see come before and after those that all see */
-    for (int i = 0; i < n; i++) values(a, t->score + i, out + i, t->first[i], t->last[i] + 1 < begin ? t->last[i] + 1 : begin, half, 1);
+    for (int i = 0; i < n; i++) values_alone(a, t, out, i, t->first[i], t->last[i] + 1 < begin ? t->last[i] + 1 : begin);
     values(a, t->score, out, begin, end, half, n);
-    for (int i = 0; i < n; i++) values(a, t->score + i, out + i, t->first[i] > end ? t->first[i] : end, t->last[i] + 1, half, 1);
+    for (int i = 0; i < n; i++) values_alone(a, t, out, i, t->first[i] > end ? t->first[i] : end, t->last[i] + 1);
 }
 
 /* The same code per type and number of queries, so that tiles live in registers. */
@@ -199,7 +216,11 @@ INLINE void dispatch(const kestrel_span *a, const tile *t, float *const *out, bo
     case 1: run(a, t, out, half, 1); break;
     case 2: run(a, t, out, half, 2); break;
     case 3: run(a, t, out, half, 3); break;
-    default: run(a, t, out, half, 4);
+    case 4: run(a, t, out, half, 4); break;
+    case 5: run(a, t, out, half, 5); break;
+    case 6: run(a, t, out, half, 6); break;
+    case 7: run(a, t, out, half, 7); break;
+    default: run(a, t, out, half, TILE);
     }
 }
 
