@@ -260,7 +260,7 @@ class Model(ForwardModel):
         max_tokens = min(max_tokens, room)
         drafter, most = make_drafter(draft)
         chunk = chunk or self.chunk
-        if not 1 <= chunk <= self.max_rows:
+        if not isinstance(chunk, int) or not 1 <= chunk <= self.max_rows:
             raise KestrelError(f"chunk: expected 1 to {self.max_rows}, found {chunk}")
         if kv is None:
             kv = self.new_kv(len(ids) + max_tokens)
@@ -276,8 +276,8 @@ class Model(ForwardModel):
 
 def make_drafter(draft: Union[int, str, Drafter]) -> "tuple[Drafter, int]":
     """(drafter, longest draft) for the `draft` argument; KestrelError when it is none of off, auto, 0 to 32, a Drafter."""
-    if not isinstance(draft, (int, str)):
-        return draft, MAX_DRAFT
+    if hasattr(draft, "extend") and hasattr(draft, "propose"):
+        return draft, MAX_DRAFT  # type: ignore[return-value]
     text = str(draft)
     most = 0 if text == "off" else AUTO_DRAFT if text == "auto" else int(text) if text.isascii() and text.isdigit() and len(text) < 4 else -1
     if isinstance(draft, bool) or not 0 <= most <= MAX_DRAFT:
