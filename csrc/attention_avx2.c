@@ -39,11 +39,14 @@ static inline __attribute__((always_inline)) void scores(const void *k, int32_t 
     for (int i = 0; i < n; i++)
         for (int j = 0; j < 4; j++) s[i][j] = _mm256_setzero_ps();
     /* hot loop: q . k over d; 32 keys */
-    for (int64_t c = 0; c < d; c++)
+    for (int64_t c = 0; c < d; c++) {
+        __m256 x[QUERIES];
+        for (int i = 0; i < n; i++) x[i] = _mm256_broadcast_ss(q[i] + c);
         for (int j = 0; j < 4; j++) {
             const __m256 v = load(k, type, c * KEY_BLOCK + 8 * j);
-            for (int i = 0; i < n; i++) s[i][j] = _mm256_fmadd_ps(_mm256_broadcast_ss(q[i] + c), v, s[i][j]);
+            for (int i = 0; i < n; i++) s[i][j] = _mm256_fmadd_ps(x[i], v, s[i][j]);
         }
+    }
     for (int i = 0; i < n; i++)
         for (int j = 0; j < 4; j++) _mm256_storeu_ps(score[i] + 8 * j, s[i][j]);
 }
@@ -54,11 +57,14 @@ static inline __attribute__((always_inline)) void values(const void *v, int32_t 
     __m256 a[QUERIES][4];
     for (int i = 0; i < n; i++)
         for (int j = 0; j < width; j++) a[i][j] = _mm256_loadu_ps(out[i] + c + 8 * j);
-    for (int32_t t = begin; t < end; t++)
+    for (int32_t t = begin; t < end; t++) {
+        __m256 x[QUERIES];
+        for (int i = 0; i < n; i++) x[i] = _mm256_broadcast_ss(p[i] + t);
         for (int j = 0; j < width; j++) {
             const __m256 row = load(v, type, t * d + c + 8 * j);
-            for (int i = 0; i < n; i++) a[i][j] = _mm256_fmadd_ps(_mm256_broadcast_ss(p[i] + t), row, a[i][j]);
+            for (int i = 0; i < n; i++) a[i][j] = _mm256_fmadd_ps(x[i], row, a[i][j]);
         }
+    }
     for (int i = 0; i < n; i++)
         for (int j = 0; j < width; j++) _mm256_storeu_ps(out[i] + c + 8 * j, a[i][j]);
 }

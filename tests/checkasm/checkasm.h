@@ -43,12 +43,12 @@ bool is_emulated(void);                 /* KESTREL_CHECKASM_SMALL=1: fewer large
 /* --- bench.c ----------------------------------------------------------------------------------------------------------- */
 
 typedef void bench_body(void *context, int thread, int threads);
-/* Median nanoseconds of body over all threads, and of a read-only pass over [data, bytes) taken between the same runs (0 if none). */
+/* Best nanoseconds of body over all threads, and of a read-only pass over [data, bytes) taken between the same runs (0 if none). */
 typedef struct bench_time { double ns, probe_ns; } bench_time;
 bench_time bench_run(bench_body *body, void *context, const void *data, size_t bytes);
 /* One row. macs and bytes per call; probe GB/s 0: not a memory-bound row. */
 void bench_row(const kestrel_variant *v, const char *shape, bench_time t, double macs, double bytes);
-void *bench_memory(size_t bytes);       /* huge pages where the system gives them; stays until exit */
+void *bench_memory(size_t bytes);       /* zeroed; stays until exit */
 extern int bench_threads;
 
 /* --- the families -------------------------------------------------------------------------------------------------------- */
