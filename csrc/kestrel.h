@@ -172,6 +172,10 @@ int32_t kestrel_kv_import(kestrel_kv *kv, int32_t count, const void *src);
  * a layer. On success each kv's length has risen by its rows. Row i's bits depend on nothing but its own kv, token and position. */
 int32_t kestrel_step(kestrel_model *model, const kestrel_row *rows, int32_t m, kestrel_output *out, int32_t cancel_fd);
 
+/* Reads `bytes` bytes with all threads of the model, in no order that matters. seconds: wall time; sum: of the 64-bit little-endian words (a last
+ * part of one zero-filled), modulo 2^64, so that nothing can be left out. Not while a step runs. */
+int32_t kestrel_read_probe(kestrel_model *model, const void *data, int64_t bytes, double *seconds, uint64_t *sum);
+
 /* --- after the logits ---------------------------------------------------------------------------------------- */
 
 /* The token of one row of logits [vocab]; ids >= sampled are never chosen. The draw is keyed by (seed, position): it depends on
