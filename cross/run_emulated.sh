@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The test suite and the identity check as aarch64, on emulated cores; one line per core, logs in build/emulated/.
 #   usage: cross/run_emulated.sh [-j CORES_AT_ONCE] [--tests-only|--check-only] [CPU...]
-#   CPU: names of qemu-aarch64 -cpu (default: cortex-a72, cortex-a76 and a core with i8mm)
+#   CPU: names of qemu-aarch64 -cpu (default: cortex-a72, cortex-a76, and a core with i8mm when csrc has units for it)
 #   KESTREL_ARM_PYTHON: folder of the emulated Python (default build/arm_python; made there when missing)
 # Run the native suite first: it leaves the real model where the emulated one looks for it.
 set -uo pipefail
@@ -18,7 +18,10 @@ while [ $# -gt 0 ]; do
     *) cpus+=("$1"); shift ;;
   esac
 done
-[ ${#cpus[@]} -gt 0 ] || cpus=(cortex-a72 cortex-a76 max,sve=off,pauth-impdef=on)
+if [ ${#cpus[@]} -eq 0 ]; then
+  cpus=(cortex-a72 cortex-a76)
+  if compgen -G 'csrc/*_neon_i8mm.c' > /dev/null; then cpus+=(max,sve=off,pauth-impdef=on); fi
+fi
 arm=$(realpath -m "${KESTREL_ARM_PYTHON:-build/arm_python}")
 logs=$PWD/build/emulated
 mkdir -p "$logs"
