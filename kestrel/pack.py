@@ -82,8 +82,8 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
                  progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Writes a packed file; nothing stands under `path` until it is whole (renamed into place after fsync).
 
-    calibration: sha256 of the token ids that the fold was made from, or "off". vector(name in the packed file) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k]) with rows
-    ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
+    calibration: sha256 of the token ids that the fold was made from, or "off". vector(name in the packed file) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k], or uint8
+    [panels, bytes of one] that are packed already) with rows ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
     """
     table, small = matrices(config), vectors(config, calibration != "off")
     entries: Dict[str, Any] = {}
@@ -143,6 +143,10 @@ def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple
     for row, block in blocks:
         if row != expected or row % _native.PANEL:
             raise ValueError(f"{m.name}: block at row {row}, expected {expected}")
+        if block.dtype == np.uint8:
+            file.write(np.ascontiguousarray(block).data)
+            expected += min(len(block) * _native.PANEL, m.n - row)
+            continue
         packed = np.empty(_native.packed_bytes(weight_type, len(block), m.k), np.uint8)
         _native.pack(weight_type, len(block), 0, np.ascontiguousarray(block, np.float32), packed)
         file.write(packed.data)

@@ -46,6 +46,12 @@ def tokenizer_json() -> Dict[str, Any]:
     }
 
 
+def text_files() -> Dict[str, bytes]:
+    """The text files of a packed model that has this tokenizer."""
+    return {"tokenizer.json": json.dumps(tokenizer_json(), ensure_ascii=False).encode(),
+            "tokenizer_config.json": json.dumps({"add_bos_token": False}).encode()}
+
+
 def write_toy(path: str, weight_type: str = "int8", seed: int = 1, config: ModelConfig = CONFIG) -> None:
     """Writes a packed model with the shapes of `config` and random weights. The file depends on the arguments alone."""
     def matrix(stream: int, n: int, k: int, gain: float) -> np.ndarray:
@@ -61,6 +67,4 @@ def write_toy(path: str, weight_type: str = "int8", seed: int = 1, config: Model
         stream = sum(ord(c) << 8 * (i % 6) for i, c in enumerate(name))
         return (1.0 + 0.25 * uniform(seed, stream, config.hidden_size)).astype(np.float32)
 
-    text = {"tokenizer.json": json.dumps(tokenizer_json(), ensure_ascii=False).encode(),
-            "tokenizer_config.json": json.dumps({"add_bos_token": False}).encode()}
-    write_packed(path, config, weight_type, f"toy, seed {seed}", "off", text, gain, blocks)
+    write_packed(path, config, weight_type, f"toy, seed {seed}", "off", text_files(), gain, blocks)
