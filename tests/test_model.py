@@ -304,7 +304,7 @@ def poisoned(path, target, tensor, row, value):
     if entry.dtype == "F32":
         at, raw = entry.begin + 4 * row, np.float32(value).tobytes()
     elif packed.weight_type == "f32":
-        at, raw = entry.begin + row // 8 * (-(-k // 32) * 32) * 32 + row % 8 * 4, np.float32(value).tobytes()
+        at, raw = entry.begin + row // 8 * _native.packed_bytes("f32", 8, k) + row % 8 * 4, np.float32(value).tobytes()
     else:
         panel = _native.packed_bytes("int8", 8, k)
         at, raw = entry.begin + row // 8 * panel + row % 8 * 2, np.float16(value).tobytes()

@@ -134,7 +134,7 @@ class Script:
                       "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary, "merges": []}})
         _write_json(folder / "tokenizer_config.json", {"eos_token": "<|end|>"})
         self.path = str(folder / "script.kestrel")
-        convert(str(folder), self.path, "int8")
+        convert(str(folder), self.path, "int8", calibrate="")
 
 
 class Known:
