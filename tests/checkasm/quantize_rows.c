@@ -4,14 +4,20 @@
 #include <stdlib.h>
 
 enum { M = 17 };
-typedef enum kind { RANDOM, WIDE, HALVES, ZEROS, TINY, NOT_FINITE, KINDS } kind;
-static const char *const kind_name[] = {"random", "all exponents", "ties", "signed zeros", "around 1e-30", "NaN and Inf"};
+typedef enum kind { RANDOM, WIDE, HALVES, NEAR_HALVES, ZEROS, TINY, NOT_FINITE, KINDS } kind;
+static const char *const kind_name[] = {"random", "all exponents", "ties", "beside ties", "signed zeros", "around 1e-30", "NaN and Inf"};
 
 static float value(kind kind, int64_t i, int64_t j)
 {
     const float r = random_float();
     if (kind == WIDE) { const float x = kestrel_bits_f32((uint32_t)random_bits()); return isfinite(x) ? x : r; }
     if (kind == HALVES) return j % GROUP == 0 ? 127.0f : (float)random_below(254) - 126.5f; /* scale 1: every value a tie */
+    if (kind == NEAR_HALVES) { /* a second rounding of r moves such a value over the tie */
+        static float largest;
+        if (j % GROUP == 0) return largest = r + 2.5f;
+        const float tie = ((float)random_below(254) - 126.5f) * largest / 127.0f;
+        return kestrel_bits_f32(kestrel_f32_bits(tie) + (uint32_t)random_below(5) - 2);
+    }
     if (kind == ZEROS) return (i + j / GROUP) % 2 ? (random_below(2) ? 0.0f : -0.0f) : r;
     if (kind == TINY) return r * (random_below(2) ? 1e-30f : 1.1e-30f);
     if (kind == NOT_FINITE && (i + j / GROUP) % 4 && random_below(8) == 0)
