@@ -214,6 +214,7 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
     """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input), 130 (interrupted)."""
     try:
         args = build_parser().parse_args(argv)
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # text is UTF-8 whatever the locale
         code = args.run(args)
         sys.stdout.flush()
     except KestrelError as error:
