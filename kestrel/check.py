@@ -208,10 +208,10 @@ def main(model: Optional[str], as_json: bool, progress: Optional[Callable[[str],
         isas = isas[:isas.index(_native.choose_isa(None)) + 1]
     bar = progress or (lambda what: lambda done, total: None)
     begin = time.perf_counter()
+    packed = Model.load(model).packed if model else None  # a bad file is said now, not after minutes
     rows, digest = check_toy(isas, bar("toy"))
     digests = {"toy": digest}
-    if model:
-        packed = Model.load(model).packed
+    if model and packed:
         name = f"{packed.source[:16]}-{packed.weight_type}"
         more, digests[name] = check_model(model, isas, bar(os.path.basename(model)))
         rows += more
