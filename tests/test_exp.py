@@ -18,7 +18,7 @@ def harness(request):
 
 
 def test_exp_bounds(harness, emulated):
-    """Every 509th float of [-87, 88] (a prime stride; sparser under emulation), 400,000 doubles each for exp, log, sin, cos."""
+    """Every 509th float of [-87, 88] (a prime stride) and 400,000 doubles each for exp, log, sin, cos; sparser under emulation."""
     done = subprocess.run(harness + ["--exp", "50021" if emulated else "509"], stdout=subprocess.PIPE, universal_newlines=True)
     assert done.returncode == 0, done.stdout
     assert not re.search("FAILED", done.stdout), done.stdout
