@@ -21,6 +21,10 @@ const kestrel_variant kestrel_menu[] = {
 #ifdef KESTREL_HAVE_NEON_DOTPROD
     ENTRY(matmul_int8, neon_dotprod, ISA_NEON_DOTPROD),
 #endif
+#ifdef KESTREL_HAVE_NEON_I8MM
+    ENTRY(quantize_rows, neon_i8mm, ISA_NEON_I8MM),
+    ENTRY(matmul_int8, neon_i8mm, ISA_NEON_I8MM),
+#endif
 #ifdef KESTREL_HAVE_AVX2
     ENTRY(quantize_rows, avx2, ISA_AVX2),
     ENTRY(matmul_int8, avx2, ISA_AVX2),

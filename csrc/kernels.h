@@ -63,7 +63,7 @@ typedef void kestrel_quantize_rows_fn(const float *src, int64_t src_stride, int6
  * Rows      row i has the same bits for every m.
  * Specials  scale 0 gives +0 sums; NaN scales travel.
  * Errors    none: asserts.
- * Variant   portable, neon (smull/smlal/sadalp), neon_dotprod (sdot by lane), avx2 (vpmaddubsw on |w|, x with w's sign).
+ * Variant   portable, neon (smull/smlal/sadalp), neon_dotprod (sdot by lane), neon_i8mm (smmla; own layout of lhs: tokens in pairs), avx2 (vpmaddubsw on |w|, x with w's sign).
  * Cost      n k m MACs; n k (1 + 2 / GROUP) bytes of weights, each read once for all rows when m <= 8. */
 typedef void kestrel_matmul_int8_fn(const void *data, int64_t panels, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride);
 
@@ -169,8 +169,8 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out); /* KESTREL_OK
 
 /* --- variants ---------------------------------------------------------------------------------------------------- */
 
-kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_avx2;
-kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_avx2;
+kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_neon_i8mm, kestrel_quantize_rows_avx2;
+kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_neon_i8mm, kestrel_matmul_int8_avx2;
 kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
 kestrel_norm_fn kestrel_norm_portable;
 kestrel_rope_fn kestrel_rope_portable;
