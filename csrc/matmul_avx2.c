@@ -1,7 +1,7 @@
 /* matmul_int8, avx2 (contract in kernels.h). SPDX-License-Identifier: Apache-2.0
  *
  * One 32-byte vector holds 8 rows x 4 k: |w| (unsigned) times x with w's sign, in pairs to int16 (2 * 127 * 127 fits), in pairs to int32.
- * Four vector instructions and one broadcast load for 32 MACs: 21 to 23 MAC/cycle on Zen 3 before the scales, 19.5 with them (8 rows).
+ * Four vector instructions and one broadcast load for 32 MACs: 21 to 23 MAC/cycle on Zen 3 before the scales, 19.5 with them (8 rows, group 32).
  * Rejected, MAC/cycle of the tile at 4 / 8 rows where this one has 18.5 / 19.5: weights widened to int16 and two vpmaddwd, 17.5 / 18.3;
  * x xor w's sign with the correction counted once a panel, 19.8 / 20.8 but a pass over the panel more (pays from 64 rows on);
  * x xor sign minus sign instead of vpsignb, 21.9 against 23.4 in the bare loop; all of a group unrolled, 18.1 / 18.8 (spills). */
