@@ -153,6 +153,27 @@ def _quality(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    if (args.model is None) == (args.synthetic is None):
+        raise KestrelError("bench: expected a model or --synthetic SHAPE, and not both")
+    from .bench import Plan, bench, markdown
+
+    model = args.model
+    if model is None:
+        from .synthetic import cached_synthetic
+
+        model = cached_synthetic(args.synthetic, progress=progress_bar("B", f"make {args.synthetic}"))
+    given = {name: getattr(args, name) for name in ("threads", "depths", "widths", "samples", "prefill", "decode")}
+    plan = Plan(**{name: value for name, value in given.items() if value is not None})
+    results = bench(model, plan, args.kv_type, progress_bar("round", "bench", scale=False), lambda text: print(f"kestrel: {text}", file=sys.stderr))
+    if args.json:
+        for row in results:
+            _print_json(row)
+    else:
+        print(markdown(results))
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kestrel`; its names are stable."""
     from . import __version__
@@ -207,6 +228,20 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--text", metavar="FILE", help="default: a built-in text")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_quality)
+
+    p = commands.add_parser("bench", help="read bandwidth, prefill, decode and the cost of a verify pass on this machine")
+    p.add_argument("model", nargs="?")
+    p.add_argument("--synthetic", metavar="SHAPE", help="instead of a model one made from a seed, kept in $KESTREL_CACHE: 135m, 0.5b, 1.5b, "
+                                                        "or LAYERSxHIDDENxMLPxHEADSxKV_HEADSxHEAD_DIMxVOCAB")
+    p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the CPUs this process may use)")
+    p.add_argument("--depths", type=int, nargs="+", metavar="N", help="positions in the cache before (default: 0 512 2048)")
+    p.add_argument("--widths", type=_positive, nargs="+", metavar="N", help="rows of a verify pass (default: 1 2 3 4 5 8 16)")
+    p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5)")
+    p.add_argument("--prefill", type=_positive, metavar="N", help="tokens of a prefill (default: 512)")
+    p.add_argument("--decode", type=_positive, metavar="N", help="tokens of a decoding run (default: 32)")
+    p.add_argument("--kv-type", metavar="TYPE", help="type of the cache (default: the model's)")
+    p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
+    p.set_defaults(run=_bench)
     return parser
 
 
