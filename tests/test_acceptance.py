@@ -57,6 +57,7 @@ def pushed(pieces, stops):
 letters = st.text("ab", max_size=12)
 
 
+@pytest.mark.native_only
 @settings(max_examples=400, deadline=None)
 @given(letters, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
 def test_as_stated_however_it_is_cut(text, stops, data):
@@ -66,6 +67,7 @@ def test_as_stated_however_it_is_cut(text, stops, data):
     assert ("".join(out), found) == stated(text, stops)
 
 
+@pytest.mark.native_only
 def test_every_short_text_and_every_pair_of_stops():
     words = ["".join(w) for n in (1, 2, 3) for w in itertools.product("ab", repeat=n)]
     for stops in itertools.combinations(words, 2):
@@ -75,6 +77,7 @@ def test_every_short_text_and_every_pair_of_stops():
                 assert ("".join(out), found) == stated(text, stops), (stops, text)
 
 
+@pytest.mark.native_only
 @settings(max_examples=200, deadline=None)
 @given(letters, st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_nothing_is_held_back_without_need(text, stops):

@@ -29,6 +29,7 @@ def stated(history, most, sizes=SIZES):
     return []
 
 
+@pytest.mark.native_only
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 32), st.data())
 def test_proposals_are_as_stated(history, most, data):
@@ -41,6 +42,7 @@ def test_proposals_are_as_stated(history, most, data):
     assert drafter.propose(most) == stated(history, most)  # asking changes nothing
 
 
+@pytest.mark.native_only
 def test_proposals_all_along_a_random_history():
     rng = random.Random(2)
     history, drafter = [], PromptLookup(SIZES)

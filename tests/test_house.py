@@ -10,6 +10,8 @@ import sys
 import pytest
 import toy
 
+pytestmark = pytest.mark.native_only  # about the source
+
 # a file past this wants a second noun; forward.c holds one pass from embedding to logits
 LIMIT = {"csrc/forward.c": 520}
 MOST_LINES = 460

@@ -96,7 +96,7 @@ def cut(length, size):
 
 
 @pytest.mark.parametrize("name, width", [
-    pytest.param(name, width, marks=[] if name == "toy-int8" or width in (1, 4, 5, 17, 33, 512) else pytest.mark.native_only)
+    pytest.param(name, width, marks=[] if name == "toy-int8" and width in (2, 3, 4, 5, 8, 13, 17, 33, 512) or width == 16 else pytest.mark.native_only)
     for name in MODELS for width in WIDTHS])
 def test_a_row_is_the_same_in_a_pass_of_any_width(models, truths, name, width):
     model, truth = models[name], truths[name]
@@ -107,6 +107,7 @@ def test_a_row_is_the_same_in_a_pass_of_any_width(models, truths, name, width):
         assert_same(model, truth, 1000, cut(LENGTH - 1000, width))
 
 
+@pytest.mark.native_only
 def test_every_split_in_two_or_three(models, truths):
     model, truth = models["toy-int8"], truths["toy-int8"]
     for begin, length in ((0, 40), (1010, 24)):
@@ -117,6 +118,7 @@ def test_every_split_in_two_or_three(models, truths):
             assert_same(model, truth, 124, [first, second, 12 - first - second] if first + second < 12 else [first, second])
 
 
+@pytest.mark.native_only
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_random_splits(models, truths, data):
@@ -130,8 +132,8 @@ def test_random_splits(models, truths, data):
 
 
 @pytest.mark.parametrize("isa", _native.isa_names())
-@pytest.mark.parametrize("threads", [1, 2, pytest.param(3, marks=pytest.mark.native_only), 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, threads", [pytest.param(n, t, marks=[] if (n, t) in (("toy-int8", 4), ("tiny-llama3-int8", 3)) else pytest.mark.native_only)
+                                           for n in MODELS for t in (1, 2, 3, 4)])
 def test_threads_and_instruction_sets(truths, name, threads, isa):
     truth = truths[name]
     model = ForwardModel(truth.path, threads=threads, isa=isa, max_rows=512)
@@ -202,6 +204,7 @@ def test_export_and_import_refuse_what_is_not_there(models, truths):
     assert kv.length == 20 and kv.export() == truth.raw(0, 20)
 
 
+@pytest.mark.native_only
 def test_rewind_to_every_point_and_go_on(models, truths):
     model, truth = models["toy-int8"], truths["toy-int8"]
     for base in (0, 100, 1010):
@@ -263,6 +266,7 @@ def test_refused_rows_change_nothing(models, truths):
     assert_same(model, truth, 20, [2], other)
 
 
+@pytest.mark.native_only
 def test_capacity_is_a_wall(models, truths):
     model, truth = models["toy-int8"], truths["toy-int8"]
     for capacity in (1, 31, 32, 33, 128, 129):
@@ -322,8 +326,8 @@ POISON_LATE = [("layers.1.mlp_norm", 7, "layer 1"), ("layers.1.gate_up", 3, "lay
                ("layers.2.down", 2, "layer 2")]
 
 
-@pytest.mark.parametrize("weights, value", [("int8", "nan"), ("int8", "inf")] + [
-    pytest.param(w, v, marks=pytest.mark.native_only) for w, v in (("int8", "-inf"), ("f32", "nan"), ("f32", "inf"))])
+@pytest.mark.parametrize("weights, value", [("int8", "nan")] + [
+    pytest.param(w, v, marks=pytest.mark.native_only) for w, v in (("int8", "inf"), ("int8", "-inf"), ("f32", "nan"), ("f32", "inf"))])
 @pytest.mark.parametrize("tensor, row, where", POISON + POISON_LATE)
 def test_not_finite_weights_are_an_error_not_a_token(paths, tmp_path, weights, value, tensor, row, where):
     path = poisoned(paths[f"toy-{weights}"], str(tmp_path / "poisoned"), tensor, row, float(value))
@@ -335,6 +339,7 @@ def test_not_finite_weights_are_an_error_not_a_token(paths, tmp_path, weights, v
     assert answer.token_ids == [] and answer.text == ""
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("weights", ["int8", "f32"])
 @pytest.mark.parametrize("tensor, row, where", POISON + [pytest.param(*p, marks=pytest.mark.xfail(strict=True, reason=(
     "what the MLP of a layer spoils is met by the next layer's norm, and that one is named"))) for p in POISON_LATE])

@@ -309,6 +309,7 @@ def one_line(error, path):
     return text.startswith(path) and "\n" not in text and len(text) < 500 + len(path)
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_files_are_one_line(tmp_path, what):
     path = str(tmp_path / "broken.kestrel")
@@ -321,6 +322,7 @@ def test_broken_files_are_one_line(tmp_path, what):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB: nothing was believed and allocated
 
 
+@pytest.mark.native_only
 def test_broken_text_files_are_one_line(tmp_path):
     """The header is fine; what a text tensor holds is not."""
     from kestrel.generate import Model
@@ -338,6 +340,7 @@ def test_broken_text_files_are_one_line(tmp_path):
         assert one_line(error.value, path)
 
 
+@pytest.mark.native_only
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_fuzzed_headers(tmp_path_factory, data):
@@ -355,6 +358,7 @@ def test_fuzzed_headers(tmp_path_factory, data):
         assert "\n" not in str(error)
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("what", ["empty", "truncated", "header longer than the file", "git lfs pointer", "header not JSON", "format version"])
 def test_the_command_line_says_it_in_one_line(tmp_path, what):
     path = str(tmp_path / "broken.kestrel")
@@ -374,6 +378,7 @@ def test_no_file_at_all(path):
 
 # --- case 27: a conversion that fails leaves nothing -----------------------------------------------------------------------------------
 
+@pytest.mark.native_only
 def test_a_full_disk_leaves_nothing(tmp_path):
     """A limit on the size of a file stands for the full disk: the same errors from the same calls."""
     whole = os.path.getsize(toy.packed("tiny-untied", "f32"))
@@ -389,6 +394,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
         assert list(folder.iterdir()) == []
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("weights", ["int8", "f32"])
 def test_a_bad_weight_leaves_nothing(tmp_path, weights):
     folder = toy.checkpoint("tiny-tied")
@@ -405,6 +411,7 @@ def test_a_bad_weight_leaves_nothing(tmp_path, weights):
     assert older.read_bytes() == b"what was there before"
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("target", ["missing/m.kestrel", "folder"])
 def test_an_impossible_target(tmp_path, target):
     (tmp_path / "folder").mkdir()

@@ -84,6 +84,7 @@ def test_philox_known_answers():
 
 # --- greedy ---------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.native_only
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([-3.5, -0.0, 0.0, 1.0, 1.0000001, 2.0, 3e38, -3e38, -math.inf, 1e-45]), min_size=1, max_size=40))
 def test_greedy_is_argmax_lowest_id(logits):
@@ -159,6 +160,7 @@ def test_draws_are_as_stated(row_seed, n, settings_, seed, position):
         assert sample(row, position, seed=seed, **settings_) == expected
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("settings_", [
     dict(temperature=1.0, top_k=7), dict(temperature=1.0, top_p=0.8), dict(temperature=1.0, min_p=0.1),
     dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05), dict(temperature=0.6, top_k=5, top_p=0.5)])
@@ -169,6 +171,7 @@ def test_the_kept_set_is_reached_and_never_left(settings_):
     assert {sample(row, p, seed=5, **settings_) for p in range(4000)} == expected
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature):
     """Chi-square over 40,000 draws. The seed is fixed, so the test gives one answer; the limit is the 99.9 % point for 11 degrees."""
