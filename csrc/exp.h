@@ -3,7 +3,7 @@
  *
  * Bounds, measured by tests/test_exp.py against 80-bit libm / integer grids (worst input beside them):
  *   kestrel_expf   <= 1.1 ulp over [-87, 88], all 2^32 inputs walked by stride; exp(0) = 1 exactly; below -87: 0; above 88: exp(88).
- *   kestrel_exp    <= 1 ulp over [-700, 700]; kestrel_log <= 1 ulp over normal x > 0; sincos: 2e-16 absolute for |x| < 2^20.
+ *   kestrel_exp    <= 1 ulp over [-700, 700]; kestrel_log <= 2 ulp over normal x > 0 (1.88 at 0.68606773506682661); sincos: 2e-16 absolute for |x| < 2^20.
  * Sources: Cody & Waite argument reduction; expf coefficients from Cephes (S. Moshier, netlib), the others are Taylor's.
  */
 #ifndef KESTREL_EXP_H
