@@ -17,7 +17,7 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 1,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 2,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
@@ -102,14 +102,30 @@ typedef struct kestrel_output {
                                   [n_layers][hidden_size (qkv), hidden_size (gate_up), intermediate_size (down)], then [hidden_size] (head) */
 } kestrel_output;
 
-/* Settings of a draw. temperature 0 is argmax (lowest id on a tie). */
+/* How a row of logits becomes a token. In this order, each element alone, in double:
+ *   penalties, for the ids seen: x > 0 ? x / repetition_penalty : x * repetition_penalty (Keskar et al. 2019, as in transformers), then, when
+ *     its count is not 0, x - (presence_penalty + count * frequency_penalty) (as in OpenAI's API); rounded to f32;
+ *   bias: x + bias; rounded to f32;
+ *   excluded ids can't be chosen;
+ *   temperature (0: argmax, lowest id on a tie), top_k, top_p of what top_k left, min_p relative to the best; the draw.
+ * Penalties, bias and temperature are within +-1e6. The lists hold each id once, all < sampled; they may be NULL when empty. */
 typedef struct kestrel_sampling {
     double temperature; /* >= 0, finite */
     double top_p;       /* (0, 1]; 1 = off */
     double min_p;       /* [0, 1]; 0 = off */
-    int32_t top_k;      /* 0 = off */
-    int32_t reserved;
+    double repetition_penalty; /* above 0; 1 = off */
+    double presence_penalty;   /* 0 = off */
+    double frequency_penalty;  /* 0 = off */
     uint64_t seed;
+    const int32_t *seen_ids;     /* [n_seen] */
+    const int32_t *seen_counts;  /* [n_seen]: how often in the answer; 0: in the prompt alone */
+    const int32_t *bias_ids;     /* [n_bias] */
+    const double *bias;          /* [n_bias] */
+    const int32_t *excluded_ids; /* [n_excluded] */
+    int32_t top_k;               /* 0 = off */
+    int32_t n_seen;
+    int32_t n_bias;
+    int32_t n_excluded;
 } kestrel_sampling;
 
 typedef struct kestrel_comparison {
@@ -179,9 +195,12 @@ int32_t kestrel_read_probe(kestrel_model *model, const void *data, int64_t bytes
 /* --- after the logits ---------------------------------------------------------------------------------------- */
 
 /* The token of one row of logits [vocab]; ids >= sampled are never chosen. The draw is keyed by (seed, position): it depends on
- * nothing else. KESTREL_E_NOT_FINITE when a logit below `sampled` is NaN or +Inf. work: [sampled] 64-bit words of scratch, may be
- * NULL for temperature 0. */
-int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampling *sampling, int64_t position, uint64_t *work, int32_t *token);
+ * nothing else. KESTREL_E_NOT_FINITE when a logit below `sampled` is NaN or +Inf, or when no id may be chosen. work: [sampled]
+ * 64-bit words of scratch, may be NULL for temperature 0. row: [sampled] floats of scratch, may be NULL when the lists of `sampling` are empty. */
+int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampling *sampling, int64_t position, uint64_t *work, float *row, int32_t *token);
+/* Natural logarithms of the model's own probabilities over ids < sampled (before penalties, bias and temperature): of `token`, and of the `count`
+ * best ids, logit descending, id ascending. logit - kestrel_logsumexp, in double. ids, logprobs: [count], count <= sampled. */
+int32_t kestrel_logprobs(const float *logits, int32_t sampled, int32_t token, int32_t count, double *logprob, int32_t *ids, double *logprobs);
 /* log sum exp, in double, ids ascending. */
 int32_t kestrel_logsumexp(const float *logits, int32_t n, double *value);
 int32_t kestrel_compare(const float *reference, const float *logits, int32_t n, int32_t label, kestrel_comparison *out);

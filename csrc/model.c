@@ -149,8 +149,10 @@ int32_t kestrel_layout(int64_t *values, int32_t n)
         SIZE(kestrel_output), AT(kestrel_output, logits), AT(kestrel_output, candidate_ids), AT(kestrel_output, candidate_logits),
         AT(kestrel_output, n_candidates), AT(kestrel_output, error_layer), AT(kestrel_output, error_row), AT(kestrel_output, reserved),
         AT(kestrel_output, input_maxima),
-        SIZE(kestrel_sampling), AT(kestrel_sampling, temperature), AT(kestrel_sampling, top_p), AT(kestrel_sampling, min_p), AT(kestrel_sampling, top_k),
-        AT(kestrel_sampling, reserved), AT(kestrel_sampling, seed),
+        SIZE(kestrel_sampling), AT(kestrel_sampling, temperature), AT(kestrel_sampling, top_p), AT(kestrel_sampling, min_p),
+        AT(kestrel_sampling, repetition_penalty), AT(kestrel_sampling, presence_penalty), AT(kestrel_sampling, frequency_penalty), AT(kestrel_sampling, seed),
+        AT(kestrel_sampling, seen_ids), AT(kestrel_sampling, seen_counts), AT(kestrel_sampling, bias_ids), AT(kestrel_sampling, bias),
+        AT(kestrel_sampling, excluded_ids), AT(kestrel_sampling, top_k), AT(kestrel_sampling, n_seen), AT(kestrel_sampling, n_bias), AT(kestrel_sampling, n_excluded),
         SIZE(kestrel_comparison), AT(kestrel_comparison, kl), AT(kestrel_comparison, nll), AT(kestrel_comparison, nll_reference),
         AT(kestrel_comparison, argmax_equal), AT(kestrel_comparison, reserved),
     };

@@ -32,19 +32,23 @@ int32_t kestrel_argmax(const float *logits, int32_t n)
     return 0;
 }
 
-void kestrel_candidates(const float *logits, int32_t n, int32_t count, int32_t *ids, float *values)
+void kestrel_best(const float *logits, int32_t n, int32_t count, int32_t *ids)
 {
     int32_t have = 0;
-    for (int32_t i = 0; i < n; i++) {
-        if (have == count && !(logits[i] > values[count - 1])) continue; /* equal: the lower id is already in */
+    float worst = 0.0f; /* of a full list */
+    for (int32_t i = 0; i < n && count; i++) {
+        if (have == count && !(logits[i] > worst)) continue; /* equal: the lower id is already in */
         int32_t at = have < count ? have++ : count - 1;
-        for (; at > 0 && logits[i] > values[at - 1]; at--) {
-            ids[at] = ids[at - 1];
-            values[at] = values[at - 1];
-        }
+        for (; at > 0 && logits[i] > logits[ids[at - 1]]; at--) ids[at] = ids[at - 1];
         ids[at] = i;
-        values[at] = logits[i];
+        worst = logits[ids[have - 1]];
     }
+}
+
+void kestrel_candidates(const float *logits, int32_t n, int32_t count, int32_t *ids, float *values)
+{
+    kestrel_best(logits, n, count, ids);
+    for (int32_t i = 0; i < count; i++) values[i] = logits[ids[i]];
 }
 
 static void sift_down(uint64_t *heap, int64_t n, int64_t i)
@@ -81,13 +85,20 @@ static double uniform(uint64_t seed, uint64_t position)
 }
 
 /* temperature, then top-k, top-p (of what top-k left), min-p (relative to the best): each keeps a prefix of the ranking. */
-int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampling *s, int64_t position, uint64_t *work, int32_t *token)
+int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampling *s, int64_t position, uint64_t *work, float *row, int32_t *token)
 {
     if (!logits || !s || !token || sampled < 1 || position < 0) return KESTREL_E_ARGUMENT;
+    const bool changes = kestrel_changes_logits(s);
+    if (changes && !row) return KESTREL_E_ARGUMENT;
     if (!(s->temperature >= 0.0 && s->temperature <= 1e6) || !(s->top_p > 0.0 && s->top_p <= 1.0) || !(s->min_p >= 0.0 && s->min_p <= 1.0) ||
         s->top_k < 0 || (s->temperature > 0.0 && !work))
         return KESTREL_E_ARGUMENT;
     if (!row_ok(logits, sampled)) return KESTREL_E_NOT_FINITE;
+    if (changes) {
+        const int32_t status = kestrel_change_logits(logits, sampled, s, row);
+        if (status) return status;
+        logits = row;
+    }
     const int32_t best = kestrel_argmax(logits, sampled);
     if (s->temperature == 0.0 || s->top_k == 1 || logits[best] == -INFINITY) {
         *token = best;
@@ -140,6 +151,18 @@ int32_t kestrel_logsumexp(const float *logits, int32_t n, double *value)
     double sum = 0.0;
     for (int32_t i = 0; i < n; i++) sum += kestrel_exp((double)logits[i] - max);
     *value = max + kestrel_log(sum);
+    return KESTREL_OK;
+}
+
+int32_t kestrel_logprobs(const float *logits, int32_t sampled, int32_t token, int32_t count, double *logprob, int32_t *ids, double *logprobs)
+{
+    double z;
+    if (!logits || !logprob || token < 0 || token >= sampled || count < 0 || count > sampled || (count && (!ids || !logprobs))) return KESTREL_E_ARGUMENT;
+    const int32_t status = kestrel_logsumexp(logits, sampled, &z);
+    if (status) return status;
+    *logprob = logits[token] - z;
+    kestrel_best(logits, sampled, count, ids);
+    for (int32_t i = 0; i < count; i++) logprobs[i] = logits[ids[i]] - z;
     return KESTREL_OK;
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Collection, List, Optional, Sequence
 
 from .errors import KestrelError
+from .sampling import Sampling, TokenLogprobs
 
 
 class StopStrings:
@@ -21,14 +22,15 @@ class StopStrings:
         self._held = ""
         self.found = False
 
-    def push(self, text: str) -> str:
-        """Text that is now certain to come before any stop string."""
+    def push(self, text: str, may_stop: bool = True) -> str:
+        """Text that is now certain to come before any stop string. may_stop: False when one that `text` completes does not count."""
         if not self._stops or self.found:
             return "" if self.found else text
-        held = self._held + text
+        before, held = len(self._held), self._held + text
         # The occurrence that is complete first wins (of two, the one that began first): the same however the text was cut into pieces.
-        ends = [(at + len(s), at) for at, s in ((held.find(s), s) for s in self._stops) if at >= 0]
-        if ends:
+        # What was complete in the text held back did not count when it came.
+        ends = [(at + len(s), at) for at, s in ((held.find(s, max(0, before + 1 - len(s))), s) for s in self._stops) if at >= 0]
+        if ends and may_stop:
             self.found, self._held = True, ""
             return held[:min(ends)[1]]
         at = self._growing(held)
@@ -50,13 +52,19 @@ class StopStrings:
 
 
 class Acceptance:
-    """The state of one answer. finish_reason is None while it goes on, then "stop" (an end id or stop string) or "length"."""
+    """The state of one answer. finish_reason is None while it goes on, then "stop" (an end id or stop string) or "length".
 
-    def __init__(self, stream: "object", end_ids: Collection[int], stops: Sequence[str], max_tokens: int):
-        self._stream, self._end_ids, self._max_tokens = stream, frozenset(end_ids), max_tokens
+    sampling: told of each token; it keeps end ids from being chosen before min_tokens. logprobs: those given with each token.
+    """
+
+    def __init__(self, stream: "object", end_ids: Collection[int], stops: Sequence[str], max_tokens: int, min_tokens: int = 0,
+                 sampling: Optional[Sampling] = None):
+        self._stream, self._end_ids, self._max_tokens, self._min_tokens = stream, frozenset(end_ids), max_tokens, min_tokens
+        self._sampling = sampling
         self._stops = StopStrings(stops)
         self._pieces: List[str] = []
         self.token_ids: List[int] = []
+        self.logprobs: List[TokenLogprobs] = []
         self.finish_reason: Optional[str] = None
 
     @property
@@ -64,19 +72,24 @@ class Acceptance:
         """Tokens that may still be committed."""
         return self._max_tokens - len(self.token_ids)
 
-    def commit(self, token: int) -> bool:
+    def commit(self, token: int, logprobs: Optional[TokenLogprobs] = None) -> bool:
         """Takes the next token. Returns whether the answer goes on."""
         self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self._sampling is not None:
+            self._sampling.commit(token)
+        may_stop = len(self.token_ids) > self._min_tokens
         if token in self._end_ids:
             self.finish_reason = "stop"
         else:
-            self._pieces.append(self._stops.push(self._stream.push(token)))
+            self._pieces.append(self._stops.push(self._stream.push(token), may_stop))
             if self._stops.found:
                 self.finish_reason = "stop"
             elif self.room <= 0:
                 self.finish_reason = "length"
         if self.finish_reason and not self._stops.found:
-            self._pieces.append(self._stops.push(self._stream.flush()))
+            self._pieces.append(self._stops.push(self._stream.flush(), may_stop))
             self._pieces.append(self._stops.flush())
         return self.finish_reason is None
 

@@ -15,7 +15,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 from . import _native
 from ._native import ffi, lib
 from .errors import KestrelError
-from .model import MAX_DRAFT, ForwardModel, KVCache, native_sampling
+from .model import MAX_DRAFT, ForwardModel, KVCache
+from .sampling import Sampling
 from .pack import PackedModel, matrices
 
 CHUNK = 256        # rows of a prefill pass: the product's default
@@ -63,7 +64,7 @@ class _Runs:
     """Single samples of one model at one thread count; each leaves the cache as it was."""
 
     def __init__(self, model: ForwardModel):
-        self.model, self._greedy = model, native_sampling()
+        self.model, self._greedy = model, Sampling()
         vocab = model.config.vocab_size
         self._ids = [(i * 7919 + 13) % vocab for i in range(4096)]
 

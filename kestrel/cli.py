@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import Any, Callable, List, NoReturn, Optional
+from typing import Any, Callable, List, NoReturn, Optional, Tuple
 
 from .errors import KestrelError
 
@@ -21,6 +21,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer from 1, found {text}")
     return value
+
+
+def _bias(text: str) -> Tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ID=BIAS, found {text}") from None
 
 
 def _print_json(value: Any) -> None:
@@ -83,14 +91,21 @@ def _read_file(path: Optional[str]) -> str:
 def _generate(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise KestrelError("--system: only with --chat")
+    if args.logprobs is not None and not args.json:
+        raise KestrelError("--logprobs: only with --json")
+    logit_bias = dict(args.logit_bias)
+    if len(logit_bias) != len(args.logit_bias):
+        raise KestrelError("--logit-bias: a token id is given twice")
     text = _read_prompt(args)
     from .generate import Model
 
     model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
-    generation = model.generate(prompt, max_tokens=args.max_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
-                                top_p=args.top_p, min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_end=args.ignore_end)
+    generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
+                                top_p=args.top_p, min_p=args.min_p, seed=args.seed, repetition_penalty=args.repetition_penalty,
+                                presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty, logit_bias=logit_bias,
+                                logprobs=args.logprobs, stop=args.stop, ignore_end=args.ignore_end)
     for piece in generation:
         if not args.json:
             print(piece, end="", flush=True)
@@ -198,6 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     p.add_argument("--max-tokens", type=_positive, default=256, metavar="N")
+    p.add_argument("--min-tokens", type=int, default=0, metavar="N", help="nothing ends the answer before so many tokens")
     p.add_argument("--draft", default="auto", metavar="K", help="tokens to guess a round: 0 to 32, off, or auto (default)")
     p.add_argument("--threads", type=_positive, metavar="N", help="default: the CPUs this process may use")
     p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's)")
@@ -207,6 +223,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--top-p", type=float, default=1.0, metavar="P")
     p.add_argument("--min-p", type=float, default=0.0, metavar="P")
     p.add_argument("--seed", type=int, default=0, metavar="S")
+    p.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens in prompt and answer; 1 (default) is off")
+    p.add_argument("--presence-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer")
+    p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer, for each time")
+    p.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; may be given again")
+    p.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and of the N best (0 to 100)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     p.add_argument("--ignore-end", action="store_true", help="go on past end tokens (for benchmarks)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the text")

@@ -9,14 +9,15 @@ import hashlib
 import json
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 from . import model as forward_model
 from .acceptance import Acceptance
 from .drafter import Drafter, NoDraft, PromptLookup
 from .errors import KestrelError
-from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache, native_sampling
+from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
+from .sampling import Sampling, Settings, TokenLogprobs
 from .tokenizer import Tokenizer
 
 AUTO_DRAFT = 4
@@ -56,8 +57,9 @@ class Generation:
     Closing it early (`close()`, or letting it go) leaves the cache consistent. Seconds are wall time.
     """
 
-    def __init__(self, model: "Model", prompt_ids: Sequence[int], acceptance: Acceptance, rounds: Iterator[None], statistics: Statistics):
-        self._model, self._acceptance, self._rounds = model, acceptance, rounds
+    def __init__(self, model: "Model", prompt_ids: Sequence[int], settings: Settings, acceptance: Acceptance, rounds: Iterator[None],
+                 statistics: Statistics):
+        self._model, self._settings, self._acceptance, self._rounds = model, settings, acceptance, rounds
         self.prompt_ids = list(prompt_ids)
         self.statistics = statistics
         self.text = ""
@@ -95,11 +97,16 @@ class Generation:
         """"stop", "length", or None when the answer was abandoned."""
         return self._acceptance.finish_reason
 
+    @property
+    def logprobs(self) -> Optional[List[TokenLogprobs]]:
+        """One entry for each of token_ids; None unless asked for."""
+        return self._acceptance.logprobs if self._settings.logprobs is not None else None
+
     def to_json(self) -> Dict[str, Any]:
-        """The object that `kestrel generate --json` prints."""
+        """The object that `kestrel generate --json` prints; "logprobs" when asked for."""
         s = self.statistics
         decoded = len(self.token_ids) - s.first_round_tokens
-        return {
+        result = {
             "text": self.text, "token_ids": self.token_ids, "prompt_tokens": len(self.prompt_ids), "completion_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason, "forwards": s.forwards, "prefill_forwards": s.prefill_forwards, "proposed": s.proposed,
             "accepted": s.accepted, "accepted_histogram": s.accepted_histogram,
@@ -108,6 +115,9 @@ class Generation:
             "isa": self._model.isa, "threads": self._model.threads,
             "sha256": hashlib.sha256(struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)).hexdigest(),
         }
+        if self.logprobs is not None:
+            result["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": [list(pair) for pair in p.top]} for p in self.logprobs]
+        return result
 
 
 def _forward(model: ForwardModel, kv: KVCache, tokens: Sequence[int], wanted: int = 0) -> None:
@@ -120,7 +130,7 @@ def _forward(model: ForwardModel, kv: KVCache, tokens: Sequence[int], wanted: in
 
 
 def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance: Acceptance, drafter: Drafter, draft_most: int,
-            sampling: Any, chunk: int, statistics: Statistics, observer: Optional[Observer]) -> Iterator[None]:
+            sampling: Sampling, chunk: int, statistics: Statistics, observer: Optional[Observer]) -> Iterator[None]:
     """Yields after each round, and after each pass of the prompt."""
     clock = time.perf_counter
     begin = clock()
@@ -154,7 +164,7 @@ def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance:
                     token = model.sample(i, sampling, position)
                     if observer is not None:
                         observer(position, token, model.logits(i))
-                    goes_on = acceptance.commit(token)
+                    goes_on = acceptance.commit(token, None if sampling.logprobs is None else model.logprobs(i, token, sampling.logprobs))
                     if not goes_on or i == len(draft) or token != draft[i]:
                         break
                     accepted += 1
@@ -240,23 +250,23 @@ class Model(ForwardModel):
                 raise KestrelError(f"prompt: token id {i}: expected 0 to {self.config.vocab_size - 1}")
         return ids
 
-    def generate(self, prompt: Prompt, max_tokens: int = 128, draft: Union[int, str, Drafter] = "auto", temperature: float = 0.0, top_k: int = 0,
-                 top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, stop: Sequence[str] = (), chunk: Optional[int] = None,
-                 ignore_end: bool = False, observer: Optional[Observer] = None, kv: Optional[KVCache] = None) -> Generation:
+    def generate(self, prompt: Prompt, max_tokens: int = 128, draft: Union[int, str, Drafter] = "auto", chunk: Optional[int] = None,
+                 observer: Optional[Observer] = None, kv: Optional[KVCache] = None, **settings: Any) -> Generation:
         """Answers; the result is iterable (pieces of text) and depends on neither draft, chunk nor threads, to the last bit.
 
         prompt: text, messages or ids. draft: "off" or 0, the number of tokens to guess (up to 32), "auto", or a Drafter of your own.
-        temperature 0 is greedy. A draw is keyed by (seed, position). stop: strings that end the answer and are not part of it.
-        kv: an empty cache of this model to use instead of a new one.
+        kv: an empty cache of this model to use instead of a new one. settings: the fields of `Settings`: min_tokens, temperature, top_k, top_p,
+        min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs, stop, ignore_end.
         """
+        wanted = Settings(max_tokens=max_tokens, **settings)
         ids = self.encode(prompt)
         if not ids:
             raise KestrelError("prompt: empty, and this model has no BOS to begin with")
-        if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise KestrelError(f"max_tokens: expected an integer from 1, found {max_tokens!r}")
         room = self.ctx - len(ids)
         if room < 1:
             raise KestrelError(f"prompt: {len(ids)} tokens leave no room in a context of {self.ctx}")
+        if wanted.min_tokens > room:
+            raise KestrelError(f"min_tokens: {len(ids)} prompt tokens leave {room} in a context of {self.ctx}, found {wanted.min_tokens}")
         max_tokens = min(max_tokens, room)
         drafter, most = make_drafter(draft)
         chunk = chunk or self.chunk
@@ -266,12 +276,12 @@ class Model(ForwardModel):
             kv = self.new_kv(len(ids) + max_tokens)
         elif kv.length or kv.capacity < len(ids) + max_tokens:
             raise KestrelError(f"kv: expected an empty cache for {len(ids) + max_tokens} positions, found length {kv.length}, capacity {kv.capacity}")
-        sampling = native_sampling(temperature, top_k, top_p, min_p, seed)
-        end_ids = () if ignore_end else self.config.eos_token_ids
-        acceptance = Acceptance(self.tokenizer.stream(continues=True), end_ids, [stop] if isinstance(stop, str) else stop, max_tokens)
+        end_ids = () if wanted.ignore_end else self.config.eos_token_ids
+        sampling = Sampling(replace(wanted, max_tokens=max_tokens), self.sampled_vocab, ids, end_ids)
+        acceptance = Acceptance(self.tokenizer.stream(continues=True), end_ids, wanted.stop, max_tokens, wanted.min_tokens, sampling)
         statistics = Statistics(load=self.load_seconds)
         rounds = _rounds(self, kv, ids, acceptance, drafter, most, sampling, chunk, statistics, observer)
-        return Generation(self, ids, acceptance, rounds, statistics)
+        return Generation(self, ids, wanted, acceptance, rounds, statistics)
 
 
 def make_drafter(draft: Union[int, str, Drafter]) -> "tuple[Drafter, int]":

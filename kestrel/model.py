@@ -16,6 +16,7 @@ from ._native import ffi, lib
 from .config import ModelConfig
 from .errors import KestrelError
 from .pack import PackedModel
+from .sampling import Sampling, TokenLogprobs
 
 MAX_DRAFT = 32  # the longest draft a pass may carry
 
@@ -128,6 +129,7 @@ class ForwardModel:
         self._logits = np.empty((0, self.config.vocab_size), np.float32)
         self._logits_pointer = ffi.NULL
         self._work = ffi.new("uint64_t[]", 1)
+        self._row = ffi.NULL  # scratch for logits that settings change
         self._token = ffi.new("int32_t *")
         self.scratch_bytes: int = lib.kestrel_model_scratch_bytes(self._handle)
 
@@ -253,26 +255,24 @@ class ForwardModel:
         """float32 [vocab_size]: row i of the last `forward`'s wanted rows. A view: the next pass overwrites it."""
         return self._logits[i]
 
-    def sample(self, i: int, sampling: Any, position: int) -> int:
-        """The token of row i of the last `forward`'s wanted rows, as `sampling` (from `native_sampling`) says, for `position`."""
-        if sampling.temperature > 0 and len(self._work) < self.sampled_vocab:
+    def sample(self, i: int, sampling: Sampling, position: int) -> int:
+        """The token of row i of the last `forward`'s wanted rows, as `sampling` says, for `position`."""
+        if sampling.native.temperature > 0 and len(self._work) < self.sampled_vocab:
             self._work = ffi.new("uint64_t[]", self.sampled_vocab)
-        status = lib.kestrel_sample(self._logits_pointer + i * self.config.vocab_size, self.sampled_vocab, sampling, position, self._work, self._token)
+        if sampling.changes_logits and not self._row:
+            self._row = ffi.new("float[]", self.sampled_vocab)
+        status = lib.kestrel_sample(self._logits_pointer + i * self.config.vocab_size, self.sampled_vocab, sampling.native, position,
+                                    self._work, self._row, self._token)
         _native.check(status, f"sampling at position {position}")
         return self._token[0]
 
-
-def native_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0) -> Any:
-    """Checked settings of a draw, for `ForwardModel.sample`."""
-    rules = ((0.0 <= temperature <= 1e6, "temperature", "0 to 1e6", temperature), (0.0 < top_p <= 1.0, "top_p", "above 0, up to 1", top_p),
-             (0.0 <= min_p <= 1.0, "min_p", "0 to 1", min_p), (isinstance(top_k, int) and 0 <= top_k < 1 << 31, "top_k", "an integer from 0", top_k),
-             (isinstance(seed, int) and 0 <= seed < 1 << 64, "seed", "an integer from 0 to 2^64 - 1", seed))
-    for good, name, expected, found in rules:
-        if not good:
-            raise KestrelError(f"{name}: expected {expected}, found {found!r}")
-    s = ffi.new("kestrel_sampling *")
-    s.temperature, s.top_k, s.top_p, s.min_p, s.seed = temperature, top_k, top_p, min_p, seed
-    return s
+    def logprobs(self, i: int, token: int, count: int) -> TokenLogprobs:
+        """Log-probabilities of `token` and of the `count` best ids in row i of the last `forward`'s wanted rows, under the model's own
+        distribution over what can be sampled."""
+        logprob, ids, values = ffi.new("double *"), ffi.new("int32_t[]", count), ffi.new("double[]", count)
+        status = lib.kestrel_logprobs(self._logits_pointer + i * self.config.vocab_size, self.sampled_vocab, token, count, logprob, ids, values)
+        _native.check(status, f"log-probabilities of token {token}")
+        return TokenLogprobs(token, logprob[0], list(zip(ids, values)))
 
 
 _pipe: Optional[Tuple[int, int, int]] = None  # (process id, read end, write end)

@@ -14,7 +14,8 @@ import pytest
 from kestrel import _native
 from kestrel._native import ffi
 from kestrel.bench import read_probe
-from kestrel.model import ForwardModel, native_sampling
+from kestrel.model import ForwardModel
+from kestrel.sampling import Sampling, Settings
 from kestrel.synthetic import write_synthetic
 
 SHAPE = "2x576x1536x9x3x64x2048"  # two layers of SmolLM2-135M: weights that stay in the cache, so that kernels show and memory doesn't
@@ -63,9 +64,9 @@ def test_sample(benchmark, settings):
     """The choice of a token from a large vocabulary."""
     benchmark.group = "after the logits"
     logits = np.random.default_rng(1).normal(0, 3, VOCAB).astype(np.float32)
-    sampling, work, token = native_sampling(**settings), ffi.new("uint64_t[]", VOCAB), ffi.new("int32_t *")
+    sampling, work, token = Sampling(Settings(**settings)), ffi.new("uint64_t[]", VOCAB), ffi.new("int32_t *")
     row = ffi.from_buffer("float[]", logits)
-    status = benchmark(_native.lib.kestrel_sample, row, VOCAB, sampling, 7, work, token)
+    status = benchmark(_native.lib.kestrel_sample, row, VOCAB, sampling.native, 7, work, ffi.NULL, token)
     assert status == 0 and logits[token[0]] >= np.sort(logits)[-40]
 
 

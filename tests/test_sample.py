@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 from kestrel import _native
 from kestrel._native import ffi, lib
 from kestrel.errors import KestrelError
-from kestrel.model import native_sampling
+from kestrel.sampling import Sampling, Settings
 
 
 def sample(logits, position=0, sampled=None, **options):
     """The token kestrel_sample chooses, or the status it refuses with as a negative number."""
     row = np.ascontiguousarray(logits, np.float32)
     sampled = len(row) if sampled is None else sampled
-    work, token = ffi.new("uint64_t[]", max(sampled, 1)), ffi.new("int32_t *")
-    status = lib.kestrel_sample(ffi.from_buffer("float[]", row), sampled, native_sampling(**options), position, work, token)
+    return sample_with(Sampling(Settings(**options)), row, position, sampled)
+
+
+def sample_with(sampling, row, position=0, sampled=None):
+    """As `sample`, with a Sampling that has a past."""
+    sampled = len(row) if sampled is None else sampled
+    work, scratch, token = ffi.new("uint64_t[]", max(sampled, 1)), ffi.new("float[]", max(sampled, 1)), ffi.new("int32_t *")
+    status = lib.kestrel_sample(ffi.from_buffer("float[]", row), sampled, sampling.native, position, work, scratch, token)
     return token[0] if status == 0 else -status
 
 
@@ -201,7 +207,7 @@ def test_a_draw_depends_on_seed_and_position_only():
     ("seed", -1), ("seed", 1 << 64), ("seed", 1.5)])
 def test_impossible_settings_are_refused(name, value):
     with pytest.raises(KestrelError, match=f"^{name}: expected "):
-        native_sampling(**{name: value})
+        Settings(**{name: value})
 
 
 def test_tiny_temperature_is_nearly_greedy_and_huge_is_nearly_uniform():
