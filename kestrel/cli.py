@@ -180,6 +180,8 @@ def _bench(args: argparse.Namespace) -> int:
         model = cached_synthetic(args.synthetic, progress=progress_bar("B", f"make {args.synthetic}"))
     given = {name: getattr(args, name) for name in ("threads", "depths", "widths", "samples", "prefill", "decode")}
     plan = Plan(**{name: value for name, value in given.items() if value is not None})
+    if args.buffer is not None:
+        plan = plan._replace(buffer=args.buffer << 20)
     results = bench(model, plan, args.kv_type, progress_bar("round", "bench", scale=False), lambda text: print(f"kestrel: {text}", file=sys.stderr))
     if args.json:
         for row in results:
@@ -260,6 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5)")
     p.add_argument("--prefill", type=_positive, metavar="N", help="tokens of a prefill (default: 512)")
     p.add_argument("--decode", type=_positive, metavar="N", help="tokens of a decoding run (default: 32)")
+    p.add_argument("--buffer", type=_positive, metavar="MIB", help="size of the bandwidth probe's own buffer (default: 256)")
     p.add_argument("--kv-type", metavar="TYPE", help="type of the cache (default: the model's)")
     p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
     p.set_defaults(run=_bench)

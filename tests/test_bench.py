@@ -24,7 +24,8 @@ from kestrel.model import ForwardModel
 from kestrel.pack import PackedModel, matrices, vectors
 from kestrel.toy import CONFIG, write_toy
 
-TINY = Plan(threads=(1, 2), depths=(0, 40), widths=(1, 4), samples=2, prefill=300, decode=3, buffer=1 << 16)
+TINY = Plan(threads=(1, 2), depths=(0, 40), widths=(1, 4), samples=2, prefill=9, decode=3, buffer=1 << 16)
+LONG = TINY._replace(prefill=300)  # two passes
 KINDS = ("bandwidth", "prefill", "decode", "verify")
 
 
@@ -119,7 +120,7 @@ class Spy:
 def test_each_sample_is_the_pass_it_says(path, monkeypatch):
     spy = Spy(monkeypatch)
     monkeypatch.setattr(bench_module._Runs, "warm_up", lambda *args: spy.passes.append("warm"))
-    bench(path, TINY)
+    bench(path, LONG)
     assert spy.passes[0] == (2, 0, 40, 1)  # the deepest cache
     assert spy.passes[1:3] == ["warm"] * 2
     one_round = []
@@ -134,7 +135,7 @@ def test_warming_up_runs_everything_and_ends(path, monkeypatch):
     spy = Spy(monkeypatch)
     model = ForwardModel(path, threads=1)
     kv = model.new_kv(400)
-    bench_module._Runs(model).warm_up(kv, TINY, 300)
+    bench_module._Runs(model).warm_up(kv, LONG, 300)
     kinds = [p[2:] for p in spy.passes]
     assert kinds[:4] == [(CHUNK, 0), (300 - CHUNK, 1), (1, 1), (4, 4)]
     assert kinds[4:] == [(1, 1)] * len(kinds[4:]) and len(kinds[4:]) in range(3 * 3, 3 * 8 + 1, 3)
@@ -183,24 +184,26 @@ def check_lines(rows, threads, depths, widths, samples, prefill, decode, prefill
     assert [KINDS.index(r["kind"]) for r in rows] == sorted(KINDS.index(r["kind"]) for r in rows)
 
 
-def test_json_lines(path):
-    """Through the program, its own probe buffer included; depths without room are left out and said so."""
-    done = kestrel("bench", path, "--json", "--threads", "2", "1", "2", "--depths", "33", "0", "4085", "5000", "--widths", "4", "2", "--samples", "2",
-                   "--prefill", "12", "--decode", "3")
+def test_json_lines(tmp_path):
+    """Through the program; depths without room are left out and said so."""
+    path = str(tmp_path / "toy.kestrel")
+    write_toy(path, config=dataclasses.replace(CONFIG, max_position_embeddings=128))
+    done = kestrel("bench", path, "--json", "--threads", "2", "1", "2", "--depths", "33", "0", "120", "5000", "--widths", "4", "2", "--samples", "2",
+                   "--prefill", "12", "--decode", "3", "--buffer", "2")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    check_lines(rows, (1, 2), (0, 33, 4085), (1, 2, 4), 2, 12, 3, prefill_depths=(0, 33))
+    check_lines(rows, (1, 2), (0, 33, 120), (1, 2, 4), 2, 12, 3, prefill_depths=(0, 33))
     assert all(r["model"] == "toy.kestrel" for r in rows)
-    assert {r["bytes"] for r in rows if r.get("of") == "buffer"} == {256 << 20}
+    assert {r["bytes"] for r in rows if r.get("of") == "buffer"} == {2 << 20}
     notes = done.stderr.splitlines()
     assert len(notes) == 2
-    assert notes[0].startswith("kestrel: prefill at depth 4085: left out") and "4096" in notes[0]
+    assert notes[0].startswith("kestrel: prefill at depth 120: left out") and "128" in notes[0]
     assert notes[1].startswith("kestrel: depth 5000: left out")
 
 
 def test_tables_show_every_measurement(path):
     rows = bench(path, TINY)
-    check_lines([{**r} for r in rows], (1, 2), (0, 40), (1, 4), 2, 300, 3, prefill_depths=(0, 40))
+    check_lines([{**r} for r in rows], (1, 2), (0, 40), (1, 4), 2, 9, 3, prefill_depths=(0, 40))
     text = markdown(rows)
     assert text.startswith(f"toy.kestrel: int8 weights, f16 cache, {_native.choose_isa(None)};")
     tables = [[line.strip("| ").split(" | ") for line in block.splitlines()] for block in text.split("\n\n")[1:]]
@@ -218,6 +221,7 @@ def test_tables_show_every_measurement(path):
 def test_defaults_are_the_products(path):
     assert inspect.signature(Model.load).parameters["chunk"].default == CHUNK
     assert build_parser().parse_args(["generate", path]).chunk == CHUNK
+    assert Plan().buffer >= 256 << 20  # no cache holds it
     spied = bench(path, TINY._replace(threads=(), depths=(0,), widths=(), samples=1))
     model = Model.load(path)
     assert {(r["isa"], r["kv_type"]) for r in spied} == {(model.isa, model.kv_type)}
@@ -242,7 +246,7 @@ def test_progress_counts_rounds(path):
 def test_synthetic_models_are_made_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("KESTREL_CACHE", str(tmp_path))
     args = ["bench", "--synthetic", "1x64x64x2x1x32x300", "--json", "--threads", "1", "--depths", "0", "--widths", "1", "--samples", "1", "--prefill", "4",
-            "--decode", "2"]
+            "--decode", "2", "--buffer", "1"]
     done = kestrel(*args)
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["bandwidth", "bandwidth", "prefill", "decode", "verify"]
