@@ -107,6 +107,23 @@ def test_after_the_stop_nothing_more():
     assert cutter.push("c") == "" and cutter.flush() == ""
 
 
+@settings(max_examples=400, deadline=None)
+@given(letters, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 12), st.data())
+def test_stops_that_come_too_early_do_not_count(text, stops, early, data):
+    """An occurrence counts when its last character comes after the first `early` ones, wherever it began and however the text is cut."""
+    early = min(early, len(text))
+    ends = [(end, end - len(s)) for end in range(early + 1, len(text) + 1) for s in stops if text[:end].endswith(s)]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))) | {early})
+    cutter, out, at = StopStrings(stops), "", 0
+    for cut in cuts + [len(text)]:
+        out += cutter.push(text[at:cut], may_stop=at >= early)
+        at = cut
+        if cutter.found:
+            break
+    out += cutter.flush()
+    assert (out, cutter.found) == ((text[:min(ends)[1]], True) if ends else (text, False))
+
+
 @pytest.mark.parametrize("stops", [[""], ["a", ""], [None], [b"a"], [1]])
 def test_impossible_stop_strings(stops):
     with pytest.raises(KestrelError):
@@ -165,3 +182,23 @@ def test_a_stop_string_wins_over_max_tokens_reached_at_once():
     a = Acceptance(Letters(), [], ["b"], 2)
     assert commit_all(a, [97, 98]) == (2, ["a", ""])
     assert a.finish_reason == "stop"
+
+
+def test_stop_strings_before_min_tokens_do_not_end_the_answer():
+    for min_tokens, text in ((0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab"), (5, "abab"), (6, "ababab")):
+        a = Acceptance(Letters(), [], ["ab"], 6, min_tokens)
+        n, texts = commit_all(a, [97, 98] * 3)
+        assert ("".join(texts), n, a.finish_reason) == (text, len(text) + 2 if min_tokens < 6 else 6, "stop" if min_tokens < 6 else "length"), min_tokens
+
+
+def test_what_is_told_of_each_token():
+    class Told(list):
+        commit = list.append
+
+    told = Told()
+    a = Acceptance(Letters(), [99], [], 9, sampling=told)
+    for token in (97, 98):
+        a.commit(token, ("of", token))
+        assert told == a.token_ids and a.logprobs == [("of", t) for t in told]
+    assert not a.commit(99)
+    assert told == [97, 98, 99] and len(a.logprobs) == 2

@@ -239,3 +239,149 @@ def test_logsumexp_and_compare():
     for label in (-1, 2):
         with pytest.raises(KestrelError):
             _native.compare(np.zeros(2, np.float32), np.ones(2, np.float32), label)
+
+
+# --- penalties, bias, what is excluded -------------------------------------------------------------------------------------------
+
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+
+def changed(row, settings_, prompt=(), answer=(), end_ids=()):
+    """The statement of kestrel_sampling, one id at a time in Python's float64: float32 logits that the next token is chosen from."""
+    def rounded(x):
+        return np.float32(x if x == -math.inf else min(max(x, -LARGEST_FLOAT), LARGEST_FLOAT))
+
+    out = np.array(row, np.float32)
+    repeats = settings_.repetition_penalty != 1
+    for i in {*prompt, *answer} if repeats else {*answer}:
+        if i >= len(out):
+            continue
+        x, times = float(out[i]), list(answer).count(i)
+        if x > 0:
+            x = x / settings_.repetition_penalty
+        else:
+            x = x * settings_.repetition_penalty
+        if times:
+            x = x - (settings_.presence_penalty + times * settings_.frequency_penalty)
+        out[i] = rounded(x)
+    for i, bias in settings_.logit_bias.items():
+        out[i] = rounded(float(out[i]) + bias)
+    if len(answer) < settings_.min_tokens:
+        out[[i for i in end_ids if i < len(out)]] = -math.inf
+    return out
+
+
+numbers = st.floats(-3, 3) | st.sampled_from([0.0, -0.0, 1e-45, 1e6, -1e6])
+penalties = st.fixed_dictionaries({
+    "repetition_penalty": st.sampled_from([1.0, 1.1, 1.3, 0.7, 5e-324, 1e6]) | st.floats(0.1, 3), "presence_penalty": numbers, "frequency_penalty": numbers,
+    "logit_bias": st.dictionaries(st.integers(0, 29), numbers, max_size=5)})
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(st.floats(-20, 20, width=32) | st.sampled_from([0.0, -0.0, 3e38, -3e38, -math.inf, 1e-45, -1e-45]), min_size=30, max_size=40),
+       penalties, st.lists(st.integers(0, 45), max_size=20), st.lists(st.integers(0, 29), max_size=20), st.integers(0, 6),
+       st.lists(st.integers(0, 45), max_size=3))
+def test_logits_are_changed_as_stated(logits, options_, prompt, answer, min_tokens, end_ids):
+    """Every bit of the row that the token is chosen from, and the token, greedy and drawn. The prompt and the end ids may have padding ids."""
+    row = np.array(logits, np.float32)
+    for temperature in (0.0, 1.5):
+        settings_ = Settings(min_tokens=min_tokens, temperature=temperature, **options_)
+        sampling = Sampling(settings_, len(row), prompt, end_ids)
+        for token in answer:
+            sampling.commit(token)
+        expected = changed(row, settings_, prompt, answer, end_ids)
+        scratch, work, token = ffi.new("float[]", [7.5] * len(row)), ffi.new("uint64_t[]", len(row)), ffi.new("int32_t *")
+        status = lib.kestrel_sample(ffi.from_buffer("float[]", row), len(row), sampling.native, 3, work, scratch, token)
+        assert row.tobytes() == np.array(logits, np.float32).tobytes()
+        if sampling.native.n_seen or sampling.native.n_bias or sampling.native.n_excluded:
+            assert sampling.changes_logits
+            assert bytes(ffi.buffer(scratch)) == expected.tobytes()
+        else:
+            assert list(scratch) == [7.5] * len(row) and expected.tobytes() == row.tobytes()
+        assert (token[0] if status == 0 else -status) == sample(expected, 3, temperature=temperature)
+
+
+def test_repetition_counts_the_prompt_and_the_others_do_not():
+    row = np.array([3.0, 2.0, -1.0, -1.5], np.float32)
+    at = lambda prompt=(), answer=(), **options: _after(Sampling(Settings(**options), 4, prompt), answer, row)  # noqa: E731
+    assert at() == 0
+    assert at([0], repetition_penalty=2.0) == 1 and at([], [0], repetition_penalty=2.0) == 1 and at([0, 1], repetition_penalty=2.0) == 0
+    assert at([0], presence_penalty=2.0) == 0 and at([], [0], presence_penalty=2.0) == 1
+    assert at([0] * 9, frequency_penalty=0.6) == 0 and at([], [0], frequency_penalty=0.6) == 0 and at([], [0, 0], frequency_penalty=0.6) == 1
+    assert at([], [0, 0, 0], presence_penalty=0.9) == 0  # once, not each time
+    assert at(logit_bias={3: 4.6}) == 3 and at(logit_bias={0: -1e6, 1: -1e6}) == 2
+
+
+def _after(sampling, answer, row):
+    for token in answer:
+        sampling.commit(token)
+    return sample_with(sampling, row)
+
+
+def test_end_ids_are_out_until_min_tokens_are_committed():
+    row = np.array([1.0, 5.0, 4.0, 3.0], np.float32)
+    sampling = Sampling(Settings(min_tokens=2), 4, end_ids=(1, 2, 99))
+    assert sample_with(sampling, row) == 3
+    sampling.commit(3)
+    assert sample_with(sampling, row) == 3
+    sampling.commit(3)
+    assert sample_with(sampling, row) == 1
+    nothing_left = Sampling(Settings(min_tokens=1, temperature=1.0), 4, end_ids=(0, 1, 2, 3))
+    assert sample_with(nothing_left, row) == -_native.E_NOT_FINITE
+
+
+@pytest.mark.parametrize("change", [
+    {"repetition_penalty": 0.0}, {"repetition_penalty": -1.0}, {"repetition_penalty": math.nan}, {"repetition_penalty": math.inf},
+    {"presence_penalty": math.nan}, {"presence_penalty": 2e6}, {"frequency_penalty": -math.inf}, {"n_seen": -1}, {"n_bias": -1}, {"n_excluded": -1},
+    {"seen_ids": ffi.NULL}, {"seen_counts": ffi.NULL}, {"bias": ffi.NULL}, {"bias_ids": ffi.NULL}, {"excluded_ids": ffi.NULL}])
+def test_the_library_refuses_what_it_can_not_use(change):
+    row = np.arange(8, dtype=np.float32)
+    sampling = Sampling(Settings(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={3: 1.0}, min_tokens=1), 8, [1, 2], [5])
+    assert sample_with(sampling, row) == 7
+    for name, value in change.items():
+        setattr(sampling.native, name, value)
+    argument = sample([math.nan]), sample_with(sampling, row)
+    assert argument == (-_native.E_NOT_FINITE, -lib.KESTREL_E_ARGUMENT)
+
+
+def test_ids_outside_the_row_and_a_missing_row_are_refused():
+    row = np.arange(8, dtype=np.float32)
+    for name in ("_seen_ids", "_bias_ids", "_excluded"):
+        for bad in (-1, 8):
+            sampling = Sampling(Settings(repetition_penalty=1.5, logit_bias={3: 1.0}, min_tokens=1), 8, [1, 2], [5])
+            getattr(sampling, name)[0] = bad
+            assert sample_with(sampling, row) == -lib.KESTREL_E_ARGUMENT
+    token = ffi.new("int32_t *")
+    for settings_, status in ((Settings(), 0), (Settings(logit_bias={3: 1.0}), lib.KESTREL_E_ARGUMENT)):
+        assert lib.kestrel_sample(ffi.from_buffer("float[]", row), 8, Sampling(settings_, 8).native, 0, ffi.NULL, ffi.NULL, token) == status
+
+
+# --- log-probabilities -------------------------------------------------------------------------------------------------------------
+
+def logprobs(row, token, count, sampled=None):
+    sampled = len(row) if sampled is None else sampled
+    chosen, ids, values = ffi.new("double *"), ffi.new("int32_t[]", max(count, 1)), ffi.new("double[]", max(count, 1))
+    status = lib.kestrel_logprobs(ffi.from_buffer("float[]", row), sampled, token, count, chosen, ids, values)
+    return (chosen[0], list(ids)[:count], list(values)[:count]) if status == 0 else -status
+
+
+@pytest.mark.parametrize("n", [1, 2, 33, 257, 49152])
+def test_logprobs(n):
+    rng = np.random.default_rng(n)
+    row = rng.normal(0, 4, n).astype(np.float32)
+    row[rng.integers(0, n, n // 4)] = row[0]  # ties
+    wide = row.astype(np.float64)
+    stated = wide - wide.max() - math.log(math.fsum(np.exp(wide - wide.max())))
+    for count in sorted({0, 1, min(n, 20), min(n, 100)}):
+        token = int(rng.integers(0, n))
+        chosen, ids, values = logprobs(row, token, count)
+        assert ids == sorted(range(n), key=lambda i: (-row[i], i))[:count]
+        assert chosen == pytest.approx(stated[token], abs=1e-12) and values == pytest.approx(list(stated[ids]), abs=1e-12)
+        assert [chosen] == [v for i, v in zip(ids, values) if i == token] or token not in ids
+    if n > 2:
+        padded = np.concatenate([row, np.full(9, 50, np.float32)])
+        assert logprobs(padded, n // 2, 2, n) == logprobs(row, n // 2, 2)
+    for token, count in ((-1, 0), (n, 0), (0, -1), (0, n + 1)):
+        assert logprobs(row, token, count) == -lib.KESTREL_E_ARGUMENT
+    row[n // 2] = np.nan
+    assert logprobs(row, 0, 1) == -_native.E_NOT_FINITE
