@@ -6,12 +6,15 @@
 
 static inline float load(const void *p, int32_t type, int64_t i)
 {
+    if (type == KESTREL_INT8) return (float)((const int8_t *)p)[i];
     return type == KESTREL_F32 ? ((const float *)p)[i] : kestrel_f16_to_f32(((const uint16_t *)p)[i]);
 }
 
 void kestrel_attention_span_portable(const kestrel_span *a)
 {
     const int64_t d = a->d;
+    const bool int8 = a->type == KESTREL_INT8;
+    const float *scale_k = kestrel_span_scales(a->k, d), *scale_v = kestrel_span_scales(a->v, d); /* int8 only */
     float partial[STATE_HEAD + 512];
     for (int32_t i = 0; i < a->queries; i++) {
         const int32_t row = i / a->group;
@@ -26,6 +29,7 @@ void kestrel_attention_span_portable(const kestrel_span *a)
             float s = 0.0f;
             /* hot loop: q . k over d */
             for (int64_t c = 0; c < d; c++) s = fmaf(q[c], load(a->k, a->type, block + c * KEY_BLOCK), s);
+            if (int8) s *= scale_k[j];
             score[j] = s;
             max = s > max ? s : max;
         }
@@ -33,8 +37,9 @@ void kestrel_attention_span_portable(const kestrel_span *a)
         partial[0] = max;
         for (int32_t j = first; j <= last; j++) {
             const float p = kestrel_expf(score[j] - max);
+            const float w = int8 ? p * scale_v[j] : p;
             l[j % 8] += p;
-            for (int64_t c = 0; c < d; c++) out[c] = fmaf(p, load(a->v, a->type, j * d + c), out[c]);
+            for (int64_t c = 0; c < d; c++) out[c] = fmaf(w, load(a->v, a->type, j * d + c), out[c]);
         }
         kestrel_attention_merge_portable(a->state + i * (STATE_HEAD + d), partial, d);
     }

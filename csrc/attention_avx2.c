@@ -11,10 +11,11 @@ enum { QUERIES = 3, MOST_D = 512 };
 
 static inline __attribute__((always_inline)) __m256 load(const void *p, int32_t type, int64_t i)
 {
+    if (type == KESTREL_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const int8_t *)p + i))));
     return type == KESTREL_F32 ? _mm256_loadu_ps((const float *)p + i) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + i)));
 }
 
-/* kestrel_expf, step by step. */
+/* kestrel_expf, step by step; max_ps gives its second operand when the first is NaN. */
 static inline __m256 expf8(__m256 x0)
 {
     const __m256 low = _mm256_set1_ps(EXPF_LOW), magic = _mm256_set1_ps(EXPF_MAGIC);
@@ -29,11 +30,11 @@ static inline __m256 expf8(__m256 x0)
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C5));
     p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
     const __m256i y = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_andnot_ps(_mm256_cmp_ps(x0, low, _CMP_LT_OQ), _mm256_castsi256_ps(y));
+    return _mm256_and_ps(_mm256_cmp_ps(x0, low, _CMP_GE_OQ), _mm256_castsi256_ps(y));
 }
 
-/* Scores of one K block for n queries; dead keys give dead scores, which nothing reads. */
-static inline __attribute__((always_inline)) void scores(const void *k, int32_t type, int64_t d, const float *const *q, float *const *score, int n)
+/* Scores of one K block for n queries; dead keys give dead scores, which nothing reads. scale: of the block's keys, or NULL. */
+static inline __attribute__((always_inline)) void scores(const void *k, int32_t type, int64_t d, const float *scale, const float *const *q, float *const *score, int n)
 {
     __m256 s[QUERIES][4];
     for (int i = 0; i < n; i++)
@@ -48,7 +49,7 @@ static inline __attribute__((always_inline)) void scores(const void *k, int32_t 
         }
     }
     for (int i = 0; i < n; i++)
-        for (int j = 0; j < 4; j++) _mm256_storeu_ps(score[i] + 8 * j, s[i][j]);
+        for (int j = 0; j < 4; j++) _mm256_storeu_ps(score[i] + 8 * j, scale ? _mm256_mul_ps(s[i][j], _mm256_loadu_ps(scale + 8 * j)) : s[i][j]);
 }
 
 /* out[i][c ..] += p[i][j] v[j][c ..] for keys begin <= j < end, n queries, `width` vectors of d. */
@@ -76,8 +77,8 @@ static inline __attribute__((always_inline)) void all_values(const void *v, int3
     for (; c + 8 <= d; c += 8) values(v, type, d, begin, end, p, out, n, c, 1);
 }
 
-/* max and p over keys first..last of one query; L in `l`. */
-static float softmax(float *score, int32_t first, int32_t last, float *l)
+/* max and p, times `scale` if any, over keys first..last of one query; L in `l`. */
+static float softmax(float *score, int32_t first, int32_t last, const float *scale, float *l)
 {
     const int32_t from = first / 8 * 8;
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), low = _mm256_set1_epi32(first - 1), high = _mm256_set1_epi32(last + 1);
@@ -101,7 +102,7 @@ static float softmax(float *score, int32_t first, int32_t last, float *l)
         const __m256 seen = _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index)));
         const __m256 p = expf8(_mm256_sub_ps(_mm256_loadu_ps(score + j), _mm256_set1_ps(max)));
         sum = _mm256_blendv_ps(sum, _mm256_add_ps(sum, p), seen);
-        _mm256_storeu_ps(score + j, p);
+        _mm256_storeu_ps(score + j, scale ? _mm256_mul_ps(p, _mm256_loadu_ps(scale + j)) : p);
     }
     _mm256_storeu_ps(l, sum);
     return max;
@@ -111,7 +112,8 @@ static float softmax(float *score, int32_t first, int32_t last, float *l)
 static inline __attribute__((always_inline)) void tile(const kestrel_span *a, int32_t type, const int32_t *query, const int32_t *first, const int32_t *last, int n)
 {
     const int64_t d = a->d;
-    const int64_t size = type == KESTREL_F32 ? 4 : 2;
+    const int64_t size = type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1;
+    const float *scale_k = type == KESTREL_INT8 ? kestrel_span_scales(a->k, d) : NULL, *scale_v = type == KESTREL_INT8 ? kestrel_span_scales(a->v, d) : NULL;
     float partial[QUERIES][STATE_HEAD + MOST_D];
     const float *q[QUERIES];
     float *score[QUERIES], *out[QUERIES];
@@ -126,12 +128,12 @@ static inline __attribute__((always_inline)) void tile(const kestrel_span *a, in
     }
     for (int32_t block = low / KEY_BLOCK; block <= high / KEY_BLOCK; block++) {
         for (int i = 0; i < n; i++) score[i] = a->work + (int64_t)query[i] * SPAN + block * KEY_BLOCK;
-        scores((const char *)a->k + block * d * KEY_BLOCK * size, type, d, q, score, n);
+        scores((const char *)a->k + block * d * KEY_BLOCK * size, type, d, scale_k ? scale_k + block * KEY_BLOCK : NULL, q, score, n);
     }
     for (int i = 0; i < n; i++) {
         score[i] = a->work + (int64_t)query[i] * SPAN;
         memset(partial[i], 0, (size_t)(STATE_HEAD + d) * sizeof **partial);
-        partial[i][0] = softmax(score[i], first[i], last[i], partial[i] + 8);
+        partial[i][0] = softmax(score[i], first[i], last[i], scale_v, partial[i] + 8);
     }
     const float *const *p = (const float *const *)score;
     const bool common = all_low <= all_high;
@@ -166,5 +168,6 @@ void kestrel_attention_span_avx2(const kestrel_span *a)
 {
     assert(a->d % 8 == 0 && a->d <= MOST_D);
     if (a->type == KESTREL_F32) span(a, KESTREL_F32);
-    else span(a, KESTREL_F16);
+    else if (a->type == KESTREL_F16) span(a, KESTREL_F16);
+    else span(a, KESTREL_INT8);
 }

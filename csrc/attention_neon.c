@@ -25,12 +25,16 @@ typedef struct tile {
     int n;
 } tile;
 
-/* 4 `vectors` values from p on; f16 converts exactly. */
-INLINE void load(const void *p, int64_t at, bool half, int vectors, float32x4_t *out)
+/* 4 `vectors` values from p on; f16 and int8 convert exactly. */
+INLINE void load(const void *p, int64_t at, int32_t type, int vectors, float32x4_t *out)
 {
     UNROLL
     for (int i = 0; i < vectors; i += 2) {
-        if (half) {
+        if (type == KESTREL_INT8) {
+            const int16x8_t w = vmovl_s8(vld1_s8((const int8_t *)p + at + 4 * i));
+            out[i] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(w)));
+            out[i + 1] = vcvtq_f32_s32(vmovl_high_s16(w));
+        } else if (type == KESTREL_F16) {
             const float16x8_t h = vld1q_f16((const float16_t *)p + at + 4 * i);
             out[i] = vcvt_f32_f16(vget_low_f16(h));
             out[i + 1] = vcvt_high_f32_f16(h);
@@ -41,10 +45,10 @@ INLINE void load(const void *p, int64_t at, bool half, int vectors, float32x4_t 
     }
 }
 
-INLINE void scores_step(float32x4_t s[TILE][8], const void *k, int64_t at, bool half, const float32x4_t *q, int lane, int n)
+INLINE void scores_step(float32x4_t s[TILE][8], const void *k, int64_t at, int32_t type, const float32x4_t *q, int lane, int n)
 {
     float32x4_t v[8];
-    load(k, at, half, width(n), v);
+    load(k, at, type, width(n), v);
     UNROLL
     for (int i = 0; i < n; i++)
         UNROLL
@@ -53,10 +57,11 @@ INLINE void scores_step(float32x4_t s[TILE][8], const void *k, int64_t at, bool 
                       lane == 2 ? vfmaq_laneq_f32(s[i][j], v[j], q[i], 2) : vfmaq_laneq_f32(s[i][j], v[j], q[i], 3);
 }
 
-INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t end, bool half, int n)
+INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t end, int32_t type, int n)
 {
     const int64_t d = a->d;
     const int32_t keys = 4 * width(n);
+    const float *scale = kestrel_span_scales(a->k, d); /* int8 only */
     for (int32_t key = begin / keys * keys; key < end; key += keys) {
         const int64_t block = (int64_t)(key / KEY_BLOCK) * d * KEY_BLOCK + key % KEY_BLOCK;
         float32x4_t s[TILE][8], q[TILE];
@@ -68,15 +73,16 @@ INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t 
         for (int64_t c = 0; c < d; c += 4) {
             UNROLL
             for (int i = 0; i < n; i++) q[i] = vld1q_f32(t->q[i] + c);
-            scores_step(s, a->k, block + c * KEY_BLOCK, half, q, 0, n);
-            scores_step(s, a->k, block + (c + 1) * KEY_BLOCK, half, q, 1, n);
-            scores_step(s, a->k, block + (c + 2) * KEY_BLOCK, half, q, 2, n);
-            scores_step(s, a->k, block + (c + 3) * KEY_BLOCK, half, q, 3, n);
+            scores_step(s, a->k, block + c * KEY_BLOCK, type, q, 0, n);
+            scores_step(s, a->k, block + (c + 1) * KEY_BLOCK, type, q, 1, n);
+            scores_step(s, a->k, block + (c + 2) * KEY_BLOCK, type, q, 2, n);
+            scores_step(s, a->k, block + (c + 3) * KEY_BLOCK, type, q, 3, n);
         }
         UNROLL
         for (int i = 0; i < n; i++)
             UNROLL
-            for (int j = 0; j < width(n); j++) vst1q_f32(t->score[i] + key + 4 * j, s[i][j]);
+            for (int j = 0; j < width(n); j++)
+                vst1q_f32(t->score[i] + key + 4 * j, type == KESTREL_INT8 ? vmulq_f32(s[i][j], vld1q_f32(scale + key + 4 * j)) : s[i][j]);
     }
 }
 
@@ -98,8 +104,9 @@ INLINE float32x4_t expf4(float32x4_t x0)
     return vreinterpretq_f32_u32(vandq_u32(y, vcgeq_f32(x0, low)));
 }
 
-/* Scores of keys [first, last] -> p in place; state[0] = max, state[8..15] = L. Lanes of other keys take part as -Inf and as +0. */
-static void softmax(float *score, int32_t first, int32_t last, float *state)
+/* Scores of keys [first, last] -> p, times `scale` if any, in place; state[0] = max, state[8..15] = L. Lanes of other keys take part as
+ * -Inf and as +0. */
+static void softmax(float *score, int32_t first, int32_t last, const float *scale, float *state)
 {
     static const int32_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const int32x4_t lane0 = vld1q_s32(lanes), lane1 = vld1q_s32(lanes + 4);
@@ -125,8 +132,8 @@ static void softmax(float *score, int32_t first, int32_t last, float *state)
         const float32x4_t p0 = expf4(vsubq_f32(vld1q_f32(score + j), m)), p1 = expf4(vsubq_f32(vld1q_f32(score + j + 4), m));
         const float32x4_t q0 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p0), live0));
         const float32x4_t q1 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p1), live1));
-        vst1q_f32(score + j, q0);
-        vst1q_f32(score + j + 4, q1);
+        vst1q_f32(score + j, scale ? vmulq_f32(q0, vld1q_f32(scale + j)) : q0);
+        vst1q_f32(score + j + 4, scale ? vmulq_f32(q1, vld1q_f32(scale + j + 4)) : q1);
         l0 = vaddq_f32(l0, q0);
         l1 = vaddq_f32(l1, q1);
     }
@@ -135,10 +142,10 @@ static void softmax(float *score, int32_t first, int32_t last, float *state)
     vst1q_f32(state + 12, l1);
 }
 
-INLINE void values_step(float32x4_t o[TILE][8], const void *v, int64_t at, bool half, const float32x4_t *p, int lane, int n, int vectors)
+INLINE void values_step(float32x4_t o[TILE][8], const void *v, int64_t at, int32_t type, const float32x4_t *p, int lane, int n, int vectors)
 {
     float32x4_t x[8];
-    load(v, at, half, vectors, x);
+    load(v, at, type, vectors, x);
     UNROLL
     for (int i = 0; i < n; i++)
         UNROLL
@@ -148,7 +155,7 @@ INLINE void values_step(float32x4_t o[TILE][8], const void *v, int64_t at, bool 
 }
 
 /* out[i][c .. c + 4 vectors) += p v over keys [begin, end) for queries i0 .. i0 + n. */
-INLINE void values_part(const kestrel_span *a, float *const *score, float *const *out, int64_t c, int32_t begin, int32_t end, bool half, int n, int vectors)
+INLINE void values_part(const kestrel_span *a, float *const *score, float *const *out, int64_t c, int32_t begin, int32_t end, int32_t type, int n, int vectors)
 {
     const int64_t d = a->d;
     float32x4_t o[TILE][8], p[TILE];
@@ -160,15 +167,15 @@ INLINE void values_part(const kestrel_span *a, float *const *score, float *const
     for (; key + 4 <= end; key += 4) {
         UNROLL
         for (int i = 0; i < n; i++) p[i] = vld1q_f32(score[i] + key);
-        values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
-        values_step(o, a->v, (key + 1) * d + c, half, p, 1, n, vectors);
-        values_step(o, a->v, (key + 2) * d + c, half, p, 2, n, vectors);
-        values_step(o, a->v, (key + 3) * d + c, half, p, 3, n, vectors);
+        values_step(o, a->v, key * d + c, type, p, 0, n, vectors);
+        values_step(o, a->v, (key + 1) * d + c, type, p, 1, n, vectors);
+        values_step(o, a->v, (key + 2) * d + c, type, p, 2, n, vectors);
+        values_step(o, a->v, (key + 3) * d + c, type, p, 3, n, vectors);
     }
     for (; key < end; key++) {
         UNROLL
         for (int i = 0; i < n; i++) p[i] = vdupq_n_f32(score[i][key]);
-        values_step(o, a->v, key * d + c, half, p, 0, n, vectors);
+        values_step(o, a->v, key * d + c, type, p, 0, n, vectors);
     }
     UNROLL
     for (int i = 0; i < n; i++)
@@ -176,23 +183,24 @@ INLINE void values_part(const kestrel_span *a, float *const *score, float *const
         for (int j = 0; j < vectors; j++) vst1q_f32(out[i] + c + 4 * j, o[i][j]);
 }
 
-INLINE void values(const kestrel_span *a, float *const *score, float *const *out, int32_t begin, int32_t end, bool half, int n)
+INLINE void values(const kestrel_span *a, float *const *score, float *const *out, int32_t begin, int32_t end, int32_t type, int n)
 {
     int64_t c = 0;
     if (begin >= end) return;
-    for (; c + 4 * width(n) <= a->d; c += 4 * width(n)) values_part(a, score, out, c, begin, end, half, n, width(n));
+    for (; c + 4 * width(n) <= a->d; c += 4 * width(n)) values_part(a, score, out, c, begin, end, type, n, width(n));
     if (width(n) > 2)
-        for (; c < a->d; c += 8) values_part(a, score, out, c, begin, end, half, n, 2);
+        for (; c < a->d; c += 8) values_part(a, score, out, c, begin, end, type, n, 2);
 }
 
 /* Keys that not all queries of a tile see. */
 static void values_alone(const kestrel_span *a, const tile *t, float *const *out, int i, int32_t begin, int32_t end)
 {
-    if (a->type == KESTREL_F16) values(a, t->score + i, out + i, begin, end, true, 1);
-    else values(a, t->score + i, out + i, begin, end, false, 1);
+    if (a->type == KESTREL_F16) values(a, t->score + i, out + i, begin, end, KESTREL_F16, 1);
+    else if (a->type == KESTREL_F32) values(a, t->score + i, out + i, begin, end, KESTREL_F32, 1);
+    else values(a, t->score + i, out + i, begin, end, KESTREL_INT8, 1);
 }
 
-INLINE void run(const kestrel_span *a, const tile *t, float *const *out, bool half, int n)
+INLINE void run(const kestrel_span *a, const tile *t, float *const *out, int32_t type, int n)
 {
     int32_t low = SPAN, high = 0, begin = 0, end = SPAN;
     for (int i = 0; i < n; i++) {
@@ -202,25 +210,25 @@ INLINE void run(const kestrel_span *a, const tile *t, float *const *out, bool ha
         end = t->last[i] + 1 < end ? t->last[i] + 1 : end;
     }
     if (end < begin) end = begin;
-    scores(a, t, low, high, half, n);
-    for (int i = 0; i < n; i++) softmax(t->score[i], t->first[i], t->last[i], out[i] - STATE_HEAD);
+    scores(a, t, low, high, type, n);
+    for (int i = 0; i < n; i++) softmax(t->score[i], t->first[i], t->last[i], type == KESTREL_INT8 ? kestrel_span_scales(a->v, a->d) : NULL, out[i] - STATE_HEAD);
     for (int i = 0; i < n; i++) values_alone(a, t, out, i, t->first[i], t->last[i] + 1 < begin ? t->last[i] + 1 : begin);
-    values(a, t->score, out, begin, end, half, n);
+    values(a, t->score, out, begin, end, type, n);
     for (int i = 0; i < n; i++) values_alone(a, t, out, i, t->first[i] > end ? t->first[i] : end, t->last[i] + 1);
 }
 
 /* The same code per type and number of queries, so that tiles live in registers. */
-INLINE void dispatch(const kestrel_span *a, const tile *t, float *const *out, bool half)
+INLINE void dispatch(const kestrel_span *a, const tile *t, float *const *out, int32_t type)
 {
     switch (t->n) {
-    case 1: run(a, t, out, half, 1); break;
-    case 2: run(a, t, out, half, 2); break;
-    case 3: run(a, t, out, half, 3); break;
-    case 4: run(a, t, out, half, 4); break;
-    case 5: run(a, t, out, half, 5); break;
-    case 6: run(a, t, out, half, 6); break;
-    case 7: run(a, t, out, half, 7); break;
-    default: run(a, t, out, half, TILE);
+    case 1: run(a, t, out, type, 1); break;
+    case 2: run(a, t, out, type, 2); break;
+    case 3: run(a, t, out, type, 3); break;
+    case 4: run(a, t, out, type, 4); break;
+    case 5: run(a, t, out, type, 5); break;
+    case 6: run(a, t, out, type, 6); break;
+    case 7: run(a, t, out, type, 7); break;
+    default: run(a, t, out, type, TILE);
     }
 }
 
@@ -246,8 +254,9 @@ void kestrel_attention_span_neon(const kestrel_span *a)
             state[t.n++] = a->state + i * stride;
         }
         if (t.n == 0) break;
-        if (a->type == KESTREL_F16) dispatch(a, &t, out, true);
-        else dispatch(a, &t, out, false);
+        if (a->type == KESTREL_F16) dispatch(a, &t, out, KESTREL_F16);
+        else if (a->type == KESTREL_F32) dispatch(a, &t, out, KESTREL_F32);
+        else dispatch(a, &t, out, KESTREL_INT8);
         for (int j = 0; j < t.n; j++) kestrel_attention_merge_portable(state[j], partial[j], d);
     }
 }

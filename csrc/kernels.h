@@ -98,23 +98,24 @@ typedef void kestrel_silu_multiply_fn(const float *gate, const float *up, int64_
  * A query is (row, head of the group); all queries of a tile share the K and V rows, which are read once for all of them.
  * Computes  for each query with at least one key in the span (first = max(lo, span begin), last = min(hi, span end - 1)):
  *             s[j] = fma over d ascending from 0 of q[d] * k[j][d]           (q is already scaled by 1 / sqrt(d))
- *             M = max s[j];  p[j] = expf_(s[j] - M)
+ *             int8: k[j][d] the integer as f32, and s[j] *= scale_k[j] after the last d
+ *             M = max s[j], NaN passed over;  p[j] = expf_(s[j] - M), 0 for NaN
  *             L[c] += p[j] over j ascending, c = (j - span begin) mod 8, from 0
- *             A[d] = fma(p[j], v[j][d], A[d]) over j ascending from 0
+ *             A[d] = fma(w[j], v[j][d], A[d]) over j ascending from 0; w[j] = p[j]; int8: p[j] * scale_v[j], v[j][d] the integer as f32
  *           merged into the query's state {max, L[8], A[d]}: an empty state (max = -Inf) takes M, L, A as they are; else
  *             N = max(max, M); a = expf_(max - N); b = expf_(M - N); L = fma(b, L', a * L); A = fma(b, A', a * A); max = N.
  *           Spans are merged in ascending order. A query without keys in the span is not touched.
- * Shapes    see kestrel_span; K and V are f32 or f16 (converted exactly to f32).
- * Memory    reads K and V rows of [min first, max last] only in value; K blocks are read whole (dead keys of a block may hold
- *           anything, NaN included, and do not reach a result); work: queries * SPAN floats.
+ * Shapes    see kestrel_span; K and V are f32, f16 (converted exactly to f32) or int8 with one f32 scale a key, behind the span's values.
+ * Memory    reads K and V rows of [min first, max last] only in value; K blocks are read whole, int8's scales in eights (dead keys
+ *           may hold anything, NaN included, and do not reach a result); work: queries * SPAN floats.
  * Exact     ORDERED.  Rows: a query's bits do not depend on its neighbours.
  * Specials  keys outside [lo, hi] execute no operation that can reach a result.
- * Variant   portable, neon, avx2.
+ * Variant   portable, neon, avx2, avx512.
  * Cost      2 d SPAN queries fma; 2 d SPAN cache elements read. */
 typedef struct kestrel_span {
-    const void *k;      /* first K block of the span: [SPAN / KEY_BLOCK][d][KEY_BLOCK] */
-    const void *v;      /* first V row of the span: [SPAN][d] */
-    int32_t type;       /* KESTREL_F32 or KESTREL_F16 */
+    const void *k;      /* first K block of the span: [SPAN / KEY_BLOCK][d][KEY_BLOCK]; int8: then float scale_k[SPAN] */
+    const void *v;      /* first V row of the span: [SPAN][d]; int8: then float scale_v[SPAN] */
+    int32_t type;       /* KESTREL_F32, KESTREL_F16 or KESTREL_INT8 */
     int32_t d;          /* a multiple of 8 */
     int32_t begin;      /* absolute position of the span's first key */
     int32_t queries;
@@ -127,6 +128,8 @@ typedef struct kestrel_span {
     float *work;        /* [queries][SPAN] */
 } kestrel_span;
 enum { STATE_HEAD = 16 }; /* floats before A: [0] max, [8..15] L */
+/* Of an int8 span's `k` or `v`. */
+static inline const float *kestrel_span_scales(const void *values, int64_t d) { return (const float *)((const int8_t *)values + SPAN * d); }
 typedef void kestrel_attention_span_fn(const kestrel_span *span);
 
 /* merges state b into a (a earlier), as above; finish: out[d] = A[d] * (1 / l), l = L joined as L[j] += L[j + 4], += [j + 2], += [j + 1];

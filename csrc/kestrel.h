@@ -170,7 +170,8 @@ int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int3
 void kestrel_model_free(kestrel_model *model); /* frees no kv: free those first */
 int64_t kestrel_model_scratch_bytes(const kestrel_model *model);
 
-/* capacity: positions; max_rows: most rows of one pass (a draft of k is k + 1 rows). type KESTREL_F32 or KESTREL_F16. */
+/* capacity: positions; max_rows: most rows of one pass (a draft of k is k + 1 rows). type KESTREL_F32, KESTREL_F16 or KESTREL_INT8
+ * (int8 with one f32 scale for K and one for V of each position and head: absmax / 127, half to even). */
 int64_t kestrel_kv_bytes(const kestrel_config *config, int32_t capacity, int32_t max_rows, int32_t type);
 int32_t kestrel_kv_create(const kestrel_model *model, int32_t capacity, int32_t max_rows, int32_t type, kestrel_kv **out);
 void kestrel_kv_free(kestrel_kv *kv);
@@ -178,7 +179,7 @@ int32_t kestrel_kv_length(const kestrel_kv *kv);
 int32_t kestrel_kv_capacity(const kestrel_kv *kv);
 /* Forgets positions >= length. Rows are not touched: they are dead until overwritten. */
 int32_t kestrel_kv_rewind(kestrel_kv *kv, int32_t length);
-/* Canonical order [layer][position][K, V][kv head][head_dim] in the cache's type. */
+/* Canonical order [layer][position][K, V][kv head][head_dim] in the cache's type; int8: each head's values, then its f32 scale. */
 int64_t kestrel_kv_export_bytes(const kestrel_kv *kv, int32_t begin, int32_t end);
 int32_t kestrel_kv_export(const kestrel_kv *kv, int32_t begin, int32_t end, void *dst);
 /* Appends `count` positions from src (same order); the kv's length rises by count. */

@@ -1,6 +1,9 @@
 /* The cache: position -> slot is known here alone. SPDX-License-Identifier: Apache-2.0
  *
  * K lies in blocks of KEY_BLOCK keys, transposed ([d][keys]: keys are the lanes of q . k); V in rows ([d]: d is the lane of p . V).
+ * int8: each position of each head has one f32 scale for K and one for V; those of a span stand behind the span's values, so that a
+ * span is one stream and a position's scales never depend on what comes later. f32, not f16: 1.06 bytes an element instead of 1.03 (d 64).
+ * SmolLM2-135M, mean KL to the float model: int8 weights with f16 here 0.0044, with int8 here 0.0056; f32 weights with int8 here 0.0013.
  * Rewinding moves a counter; rows past the length are dead and never reach a result.
  */
 #include "kv.h"
@@ -8,26 +11,28 @@
 #include "model.h"
 #include <stdlib.h>
 
-static int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : 2; }
+enum { MOST_D = 512 };
 
-static int64_t head_elements(const kestrel_kv *kv) { return 2 * kv->slots * kv->head_dim; }
+static int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
+static int64_t scale_bytes(int32_t type) { return type == KESTREL_INT8 ? 4 : 0; }
+/* K or V of one position of one head. */
+static int64_t row_bytes(int32_t type, int64_t d) { return d * element_bytes(type) + scale_bytes(type); }
 
-static uint8_t *head_data(const kestrel_kv *kv, int32_t layer, int32_t head)
+/* K (part 0) or V (part 1) of span `span`. */
+static uint8_t *span_data(const kestrel_kv *kv, int32_t layer, int32_t head, int part, int64_t span)
 {
-    return kv->data + ((int64_t)layer * kv->n_kv_heads + head) * head_elements(kv) * element_bytes(kv->type);
+    const int64_t spans = kv->slots / SPAN, at = (((int64_t)layer * kv->n_kv_heads + head) * 2 + part) * spans + span;
+    return kv->data + at * SPAN * row_bytes(kv->type, kv->head_dim);
 }
 
-static int64_t k_index(const kestrel_kv *kv, int64_t slot, int64_t c)
-{
-    return (slot / KEY_BLOCK * kv->head_dim + c) * KEY_BLOCK + slot % KEY_BLOCK;
-}
-
-static int64_t v_index(const kestrel_kv *kv, int64_t slot, int64_t c) { return kv->slots * kv->head_dim + slot * kv->head_dim + c; }
+/* Where element c of slot `key` of a span lies. */
+static int64_t k_index(int64_t d, int64_t key, int64_t c) { return (key / KEY_BLOCK * d + c) * KEY_BLOCK + key % KEY_BLOCK; }
+static int64_t v_index(int64_t d, int64_t key, int64_t c) { return key * d + c; }
 
 int64_t kestrel_kv_bytes(const kestrel_config *c, int32_t capacity, int32_t max_rows, int32_t type)
 {
-    if (!c || capacity < 1 || capacity > 1 << 24 || max_rows < 1 || (type != KESTREL_F32 && type != KESTREL_F16)) return -1;
-    return 2 * (int64_t)c->n_layers * c->n_kv_heads * c->head_dim * round_up(capacity, SPAN) * element_bytes(type);
+    if (!c || capacity < 1 || capacity > 1 << 24 || max_rows < 1 || (type != KESTREL_F32 && type != KESTREL_F16 && type != KESTREL_INT8)) return -1;
+    return 2 * (int64_t)c->n_layers * c->n_kv_heads * round_up(capacity, SPAN) * row_bytes(type, c->head_dim);
 }
 
 int32_t kestrel_kv_create(const kestrel_model *model, int32_t capacity, int32_t max_rows, int32_t type, kestrel_kv **out)
@@ -68,36 +73,80 @@ int32_t kestrel_kv_rewind(kestrel_kv *kv, int32_t length)
 
 void kestrel_kv_span(const kestrel_kv *kv, int32_t layer, int32_t head, int32_t span, const void **k, const void **v)
 {
-    const uint8_t *base = head_data(kv, layer, head);
-    *k = base + k_index(kv, (int64_t)span * SPAN, 0) * element_bytes(kv->type);
-    *v = base + v_index(kv, (int64_t)span * SPAN, 0) * element_bytes(kv->type);
+    *k = span_data(kv, layer, head, 0, span);
+    *v = span_data(kv, layer, head, 1, span);
 }
 
 /* A finite value too large for f16 becomes its largest one; Inf becomes NaN, so that it is reported and not made a number. */
 static inline uint16_t cached(float x) { return (kestrel_f32_bits(x) & 0x7fffffffu) == 0x7f800000u ? 0x7e00 : kestrel_f32_to_f16(x); }
 
+/* max |x|, as bits: NaN > Inf > finite. */
+static uint32_t largest(const float *x, int64_t d)
+{
+    uint32_t bits = 0;
+    for (int64_t c = 0; c < d; c++) {
+        const uint32_t v = kestrel_f32_bits(x[c]) & 0x7fffffffu;
+        bits = v > bits ? v : bits;
+    }
+    return bits;
+}
+
+/* One row as quantize_rows does a group; returns its scale, NaN when an element is not finite. */
+static float quantize_row(const float *x, int64_t d, int8_t *q)
+{
+    const uint32_t bits = largest(x, d);
+    const float a = kestrel_bits_f32(bits);
+    const bool finite = bits < 0x7f800000u;
+    if (!finite || a < 1e-30f) {
+        for (int64_t c = 0; c < d; c++) q[c] = 0;
+        return finite ? 0.0f : kestrel_bits_f32(0x7fc00000u);
+    }
+    const float r = 127.0f / a;
+    for (int64_t c = 0; c < d; c++) q[c] = (int8_t)(kestrel_f32_bits(x[c] * r + 12582912.0f) - 0x4b400000u); /* + 1.5 * 2^23: half to even */
+    return a / 127.0f;
+}
+
+static void store_int8(uint8_t *keys, uint8_t *values, int64_t d, int64_t key, const float *k, const float *v)
+{
+    int8_t q[MOST_D];
+    const float scale_k = quantize_row(k, d, q), scale_v = quantize_row(v, d, (int8_t *)values + v_index(d, key, 0));
+    for (int64_t c = 0; c < d; c++) keys[k_index(d, key, c)] = (uint8_t)q[c];
+    memcpy(keys + (SPAN * d + key * 4), &scale_k, 4);
+    memcpy(values + (SPAN * d + key * 4), &scale_v, 4);
+}
+
 void kestrel_kv_store(kestrel_kv *kv, int32_t layer, int32_t head, int32_t position, const float *k, const float *v)
 {
-    uint8_t *base = head_data(kv, layer, head);
-    const int64_t d = kv->head_dim, k0 = k_index(kv, position, 0), v0 = v_index(kv, position, 0);
-    if (kv->type == KESTREL_F32) {
-        float *at = (float *)base;
-        for (int64_t c = 0; c < d; c++) at[k0 + c * KEY_BLOCK] = k[c];
-        memcpy(at + v0, v, (size_t)d * sizeof *v);
-        return;
+    uint8_t *keys = span_data(kv, layer, head, 0, position / SPAN), *values = span_data(kv, layer, head, 1, position / SPAN);
+    const int64_t d = kv->head_dim, key = position % SPAN, k0 = k_index(d, key, 0), v0 = v_index(d, key, 0);
+    float not_finite[MOST_D];
+    if (largest(k, d) >= 0x7f800000u) { /* a score of NaN or -Inf gives p = 0: only V can report such a key */
+        for (int64_t c = 0; c < d; c++) not_finite[c] = NAN;
+        v = not_finite;
     }
-    uint16_t *at = (uint16_t *)base;
-    for (int64_t c = 0; c < d; c++) at[k0 + c * KEY_BLOCK] = cached(k[c]);
-    for (int64_t c = 0; c < d; c++) at[v0 + c] = cached(v[c]);
+    if (kv->type == KESTREL_INT8) store_int8(keys, values, d, key, k, v);
+    else if (kv->type == KESTREL_F32) {
+        for (int64_t c = 0; c < d; c++) ((float *)keys)[k0 + c * KEY_BLOCK] = k[c];
+        memcpy((float *)values + v0, v, (size_t)d * sizeof *v);
+    } else {
+        for (int64_t c = 0; c < d; c++) ((uint16_t *)keys)[k0 + c * KEY_BLOCK] = cached(k[c]);
+        for (int64_t c = 0; c < d; c++) ((uint16_t *)values)[v0 + c] = cached(v[c]);
+    }
 }
 
 int64_t kestrel_kv_export_bytes(const kestrel_kv *kv, int32_t begin, int32_t end)
 {
     if (!kv || begin < 0 || end < begin || end > kv->length) return -1;
-    return 2 * (int64_t)(end - begin) * kv->n_layers * kv->n_kv_heads * kv->head_dim * element_bytes(kv->type);
+    return 2 * (int64_t)(end - begin) * kv->n_layers * kv->n_kv_heads * row_bytes(kv->type, kv->head_dim);
 }
 
-/* Copies between the cache and the canonical order [layer][position][K, V][kv head][d], one element at a time. */
+static uint8_t *copy(uint8_t *at, uint8_t *flat, int64_t bytes, bool to_flat)
+{
+    memcpy(to_flat ? flat : at, to_flat ? at : flat, (size_t)bytes);
+    return flat + bytes;
+}
+
+/* Copies between the cache and the canonical order [layer][position][K, V][kv head][d], one element at a time; int8: d values, then the scale. */
 static void transfer(const kestrel_kv *kv, int32_t begin, int32_t end, uint8_t *flat, bool to_flat)
 {
     const int64_t d = kv->head_dim, bytes = element_bytes(kv->type);
@@ -105,14 +154,10 @@ static void transfer(const kestrel_kv *kv, int32_t begin, int32_t end, uint8_t *
         for (int32_t position = begin; position < end; position++)
             for (int part = 0; part < 2; part++)
                 for (int32_t head = 0; head < kv->n_kv_heads; head++) {
-                    uint8_t *base = head_data(kv, layer, head);
-                    for (int64_t c = 0; c < d; c++, flat += bytes) {
-                        uint8_t *at = base + (part ? v_index(kv, position, c) : k_index(kv, position, c)) * bytes;
-                        if (to_flat)
-                            memcpy(flat, at, (size_t)bytes);
-                        else
-                            memcpy(at, flat, (size_t)bytes);
-                    }
+                    uint8_t *at = span_data(kv, layer, head, part, position / SPAN);
+                    const int64_t key = position % SPAN;
+                    for (int64_t c = 0; c < d; c++) flat = copy(at + (part ? v_index(d, key, c) : k_index(d, key, c)) * bytes, flat, bytes, to_flat);
+                    if (kv->type == KESTREL_INT8) flat = copy(at + SPAN * d + key * 4, flat, 4, to_flat);
                 }
 }
 

@@ -99,7 +99,7 @@ def _generate(args: argparse.Namespace) -> int:
     text = _read_prompt(args)
     from .generate import Model
 
-    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk)
+    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
     generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
@@ -159,7 +159,7 @@ def _quality(args: argparse.Namespace) -> int:
     from .quality import quality
 
     text = _read_file(args.text) if args.text else None
-    result = quality(args.model, args.reference, text, progress_bar("tok", "quality"))
+    result = quality(args.model, args.reference, text, progress_bar("tok", "quality"), args.kv)
     if args.json:
         _print_json(result)
     else:
@@ -191,6 +191,10 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_kv(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv", choices=("f16", "f32", "int8"), help="type of the cache (default: f16, f32 for f32 weights)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kestrel`; its names are stable."""
     from . import __version__
@@ -220,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=_positive, metavar="N", help="default: the CPUs this process may use")
     p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's)")
     p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")
+    _add_kv(p)
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     p.add_argument("--top-k", type=int, default=0, metavar="N")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P")
@@ -249,6 +254,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("model")
     p.add_argument("reference", help="the same checkpoint packed with --weights f32")
     p.add_argument("--text", metavar="FILE", help="default: a built-in text")
+    _add_kv(p)
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_quality)
 
@@ -263,7 +269,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--prefill", type=_positive, metavar="N", help="tokens of a prefill (default: 512)")
     p.add_argument("--decode", type=_positive, metavar="N", help="tokens of a decoding run (default: 32)")
     p.add_argument("--buffer", type=_positive, metavar="MIB", help="size of the bandwidth probe's own buffer (default: 256)")
-    p.add_argument("--kv-type", metavar="TYPE", help="type of the cache (default: the model's)")
+    p.add_argument("--kv", "--kv-type", dest="kv_type", metavar="TYPE", help="type of the cache: f16, f32 or int8 (default: the model's)")
     p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
     p.set_defaults(run=_bench)
     return parser

@@ -209,7 +209,8 @@ class Model(ForwardModel):
         """Maps a packed file and makes it ready.
 
         threads: default, the CPUs this process may use. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
-        and answer together (default: the model's). chunk: most prompt tokens of one pass. KestrelError: bad file, impossible isa.
+        and answer together (default: the model's). chunk: most prompt tokens of one pass. kv_type: "f16", "f32" or "int8" (default: f16, f32 for f32 weights).
+        KestrelError: bad file, impossible isa.
         """
         begin = time.perf_counter()
         if not isinstance(chunk, int) or not 1 <= chunk <= 4096:

@@ -19,6 +19,7 @@ from .pack import PackedModel
 from .sampling import Sampling, TokenLogprobs
 
 MAX_DRAFT = 32  # the longest draft a pass may carry
+KV_TYPES = ("f16", "f32", "int8")
 
 
 class Row(NamedTuple):
@@ -57,6 +58,12 @@ def rope_inv_freq(config: ModelConfig) -> np.ndarray:
     return np.where(medium, blended, result).astype(np.float32)
 
 
+def kv_position_bytes(config: ModelConfig, kv_type: str) -> int:
+    """Bytes of one cached position; int8 has a float32 scale for K and one for V of each layer and head."""
+    row = {"f32": 4 * config.head_dim, "f16": 2 * config.head_dim, "int8": config.head_dim + 4}[kv_type]
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * row
+
+
 class KVCache:
     """Keys and values of one sequence. Made by `ForwardModel.new_kv`. Rewinding moves a counter; nothing is copied."""
 
@@ -66,8 +73,7 @@ class KVCache:
                       f"cache of {capacity} positions, {max_rows} rows a pass")
         self._handle = ffi.gc(out[0], lib.kestrel_kv_free)
         self.capacity, self.max_rows, self.kv_type = capacity, max_rows, kv_type
-        c = model.config
-        self.position_bytes = 2 * c.num_hidden_layers * c.kv_size * (4 if kv_type == "f32" else 2)
+        self.position_bytes = kv_position_bytes(model.config, kv_type)
 
     @property
     def length(self) -> int:
@@ -79,7 +85,10 @@ class KVCache:
         _native.check(lib.kestrel_kv_rewind(self._handle, length), f"rewind from {self.length} to {length}")
 
     def export(self, begin: int = 0, end: Optional[int] = None) -> bytes:
-        """Positions [begin, end) in canonical order [layer][position][K, V][kv head][head_dim], in the cache's type."""
+        """Positions [begin, end) in canonical order [layer][position][K, V][kv head][head_dim], in the cache's type.
+
+        int8: each head's values are followed by their float32 scale.
+        """
         end = self.length if end is None else end
         size = lib.kestrel_kv_export_bytes(self._handle, begin, end)
         if size < 0:
@@ -103,7 +112,7 @@ class KVCache:
 class ForwardModel:
     """Weights, worker threads and scratch. `step` runs one pass; the rest of kestrel stands on it.
 
-    Attributes: packed (PackedModel), config, isa, threads, max_rows, kv_type ("f16" for int8 weights, "f32" for f32 weights).
+    Attributes: packed (PackedModel), config, isa, threads, max_rows, kv_type (one of KV_TYPES; by default "f16", "f32" for f32 weights).
     A pass and what is read from it are one thread's at a time: who calls `forward` and then `logits` or `sample` from several threads
     holds `lock` around them.
     """
@@ -118,6 +127,8 @@ class ForwardModel:
             raise KestrelError(f"threads: expected 1 to 256, found {threads}")
         self.max_rows = max(max_rows, MAX_DRAFT + 1)
         self.kv_type = kv_type or ("f32" if self.packed.weight_type == "f32" else "f16")
+        if self.kv_type not in KV_TYPES:
+            raise KestrelError(f"kv type: expected {', '.join(KV_TYPES)}, found {kv_type!r}")
         self.sampled_vocab = min(sampled_vocab or self.config.vocab_size, self.config.vocab_size)
         self.lock = threading.RLock()
         self._native_config, self._keep = self._describe()
