@@ -27,6 +27,8 @@ from kestrel.toy import write_toy
 LENGTH = 1170
 WIDTHS = [*range(1, 34), 64, 512]
 MODELS = ("toy-int8", "toy-f32", "tiny-llama3-int8")
+# What ARM adds, int8 shows; the others double the time under emulation.
+EVERY_MODEL = [pytest.param(name, marks=[] if name == "toy-int8" else pytest.mark.native_only) for name in MODELS]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,11 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def truths(paths):
-    return {name: Truth(path) for name, path in paths.items()}
+    class Truths(dict):
+        def __missing__(self, name):  # only those that a selected test asks for
+            return self.setdefault(name, Truth(paths[name]))
+
+    return Truths()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,7 @@ def cut(length, size):
 
 
 @pytest.mark.parametrize("name, width", [
-    pytest.param(name, width, marks=[] if name == "toy-int8" and width in (2, 3, 4, 5, 8, 13, 17, 33, 512) or width == 16 else pytest.mark.native_only)
+    pytest.param(name, width, marks=[] if name == "toy-int8" and width in (2, 4, 5, 17, 33) else pytest.mark.native_only)
     for name in MODELS for width in WIDTHS])
 def test_a_row_is_the_same_in_a_pass_of_any_width(models, truths, name, width):
     model, truth = models[name], truths[name]
@@ -132,7 +138,7 @@ def test_random_splits(models, truths, data):
 
 
 @pytest.mark.parametrize("isa", _native.isa_names())
-@pytest.mark.parametrize("name, threads", [pytest.param(n, t, marks=[] if (n, t) in (("toy-int8", 4), ("tiny-llama3-int8", 3)) else pytest.mark.native_only)
+@pytest.mark.parametrize("name, threads", [pytest.param(n, t, marks=[] if (n, t) == ("toy-int8", 4) else pytest.mark.native_only)
                                            for n in MODELS for t in (1, 2, 3, 4)])
 def test_threads_and_instruction_sets(truths, name, threads, isa):
     truth = truths[name]
@@ -144,7 +150,7 @@ def test_threads_and_instruction_sets(truths, name, threads, isa):
     assert_same(model, truth, 896, cut(LENGTH - 896, 512))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_several_caches_in_one_pass(models, truths, name):
     """Rows of four caches at four positions together: each as if alone."""
     model, truth = models[name], truths[name]
@@ -175,7 +181,7 @@ def test_wants_of_each_row(models, truths):
 
 # --- cache -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_export_and_import_go_on_the_same(models, truths, name):
     model, truth = models[name], truths[name]
     source = started(model, truth, 0)
@@ -221,7 +227,7 @@ def test_rewind_to_every_point_and_go_on(models, truths):
     assert kv.length == 10
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_dead_rows_never_matter(models, truths, name):
     """Positions past the length are filled with other tokens' rows, then with NaN, and forgotten: no trace."""
     model, truth = models[name], truths[name]
