@@ -10,28 +10,35 @@ import json
 import struct
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import model as forward_model
 from .acceptance import Acceptance
-from .drafter import Drafter, NoDraft, PromptLookup
+from .drafter import CallableDrafter, Drafter, NoDraft, PromptLookup, ReferenceText, Sources, SuffixDrafter
 from .errors import KestrelError
 from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
+from .planner import Planner, Round, Speculation, StepCosts
 from .sampling import Sampling, Settings, TokenLogprobs
 from .tokenizer import Tokenizer
-
-AUTO_DRAFT = 4
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, Any]]]
 # Called for each committed token with (position, token, float32 [vocab_size] logits row: a view, valid during the call).
 Observer = Callable[[int, int, Any], None]
+# What drafts may be taken from beside the session: a text, its ids, a Drafter, or a function (tokens so far, most) -> tokens.
+DraftFrom = Union[str, Sequence[int], Drafter, Callable[[List[int], int], Sequence[int]]]
 
 
 @dataclass
 class Statistics:
-    """What one answer took. forwards counts the passes that committed tokens; prefill_forwards those that only read the prompt."""
+    """What one answer took. forwards counts the passes that committed tokens; prefill_forwards those that only read the prompt.
+
+    All times in seconds. draft: in lookup; saved: what plain steps would have taken for the tokens of the speculative ones, less what
+    these and lookup took, None when no plain step was seen; ledger: the same with the other sign, gains clamped (see planner).
+    widths: rounds by rows of their pass, 1 + proposed.
+    """
 
     forwards: int = 0
+    tokens: int = 0
     prefill_forwards: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -40,11 +47,21 @@ class Statistics:
     prefill: float = 0.0
     decode: float = 0.0
     draft: float = 0.0
+    saved: Optional[float] = 0.0
+    ledger: float = 0.0
+    widths: Dict[int, int] = field(default_factory=dict)
     first_round_tokens: int = 0
 
-    def count(self, proposed: int, accepted: int) -> None:
-        """One round: `accepted` of `proposed` draft tokens, plus the bonus."""
+    @property
+    def forwards_saved(self) -> int:
+        """Passes that plain decoding would have made more."""
+        return self.tokens - self.forwards
+
+    def count(self, proposed: int, accepted: int, committed: int) -> None:
+        """One round that committed so many tokens: `accepted` of `proposed` draft tokens, plus the bonus unless the answer ended before it."""
         self.forwards += 1
+        self.tokens += committed
+        self.widths[1 + proposed] = self.widths.get(1 + proposed, 0) + 1
         self.proposed += proposed
         self.accepted += accepted
         self.accepted_histogram += [0] * (accepted + 1 - len(self.accepted_histogram))
@@ -58,11 +75,13 @@ class Generation:
     """
 
     def __init__(self, model: "Model", prompt_ids: Sequence[int], settings: Settings, acceptance: Acceptance, rounds: Iterator[None],
-                 statistics: Statistics):
+                 statistics: Statistics, fresh: List[Tuple[str, bool]]):
         self._model, self._settings, self._acceptance, self._rounds = model, settings, acceptance, rounds
         self.prompt_ids = list(prompt_ids)
         self.statistics = statistics
         self.text = ""
+        self.spans: List[Tuple[str, bool]] = []  # the last piece, cut by who made it certain: (text, whether by an accepted draft token)
+        self._fresh = fresh
 
     def __iter__(self) -> "Generation":
         return self
@@ -70,7 +89,9 @@ class Generation:
     def __next__(self) -> str:
         while True:
             ended = next(self._rounds, self) is self
-            piece = self._acceptance.take_text()
+            self.spans = self._fresh[:]
+            self._fresh.clear()
+            piece = "".join(text for text, _ in self.spans)
             self.text += piece
             if piece:
                 return piece
@@ -110,7 +131,8 @@ class Generation:
             "text": self.text, "token_ids": self.token_ids, "prompt_tokens": len(self.prompt_ids), "completion_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason, "forwards": s.forwards, "prefill_forwards": s.prefill_forwards, "proposed": s.proposed,
             "accepted": s.accepted, "accepted_histogram": s.accepted_histogram,
-            "seconds": {"load": s.load, "prefill": s.prefill, "decode": s.decode, "draft": s.draft},
+            "forwards_saved": s.forwards_saved,
+            "seconds": {"load": s.load, "prefill": s.prefill, "decode": s.decode, "draft": s.draft, "saved": s.saved},
             "tokens_per_second": decoded / s.decode if s.decode > 0 else 0.0,
             "isa": self._model.isa, "threads": self._model.threads,
             "sha256": hashlib.sha256(struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)).hexdigest(),
@@ -129,13 +151,15 @@ def _forward(model: ForwardModel, kv: KVCache, tokens: Sequence[int], wanted: in
             continue
 
 
-def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance: Acceptance, drafter: Drafter, draft_most: int,
-            sampling: Sampling, chunk: int, statistics: Statistics, observer: Optional[Observer]) -> Iterator[None]:
-    """Yields after each round, and after each pass of the prompt."""
-    clock = time.perf_counter
+def _rounds(model: "Model", kv: KVCache, prompt: Sequence[int], acceptance: Acceptance, speculation: Speculation,
+            sampling: Sampling, chunk: int, statistics: Statistics, observer: Optional[Observer], on_round: Optional[Callable[[Round], None]],
+            fresh: List[Tuple[str, bool]]) -> Iterator[None]:
+    """Yields after each round, and after each pass of the prompt. `fresh` receives text as in Generation.spans."""
+    clock = model.clock
     begin = clock()
     pending = list(prompt)  # decided, not yet in the cache
-    drafter.extend(pending)
+    speculation.tell(pending)
+    statistics.draft = clock() - begin
     certain = kv.length
     try:
         while True:
@@ -146,16 +170,16 @@ def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance:
                 statistics.prefill_forwards += 1
                 yield
                 continue
-            looked = clock()
-            most = min(draft_most, acceptance.room - 1, chunk - len(pending) if len(pending) > 1 else draft_most,
+            most = min(MAX_DRAFT, acceptance.room - 1, chunk - len(pending) if len(pending) > 1 else MAX_DRAFT,
                        kv.capacity - kv.length - len(pending))
-            draft = list(drafter.propose(most))[:most] if most > 0 else []
+            past = kv.length
+            draft = speculation.draft(most, past)
             for cut, token in enumerate(draft):
                 if not 0 <= token < model.sampled_vocab:  # what can't be sampled can't be right
                     del draft[cut:]
                     break
-            statistics.draft += clock() - looked
             with model.lock:  # the logits are read before another thread's pass overwrites them
+                began = clock()
                 _forward(model, kv, pending + draft, wanted=len(draft) + 1)
                 certain += len(pending)
                 accepted, goes_on, token = 0, True, -1
@@ -165,19 +189,27 @@ def _rounds(model: ForwardModel, kv: KVCache, prompt: Sequence[int], acceptance:
                     if observer is not None:
                         observer(position, token, model.logits(i))
                     goes_on = acceptance.commit(token, None if sampling.logprobs is None else model.logprobs(i, token, sampling.logprobs))
-                    if not goes_on or i == len(draft) or token != draft[i]:
+                    drafted = i < len(draft) and token == draft[i]
+                    text = acceptance.take_text()
+                    if text:
+                        fresh.append((text, drafted))
+                    accepted += drafted
+                    if not goes_on or not drafted:
                         break
-                    accepted += 1
-            committed = draft[:accepted] + [token]
-            if not goes_on and accepted < len(draft) and token == draft[accepted]:
-                accepted += 1  # the last token was drafted too, only nothing follows it
-                committed = draft[:accepted]
+            # no bonus when the last token of an answer was drafted
+            committed = draft[:accepted] if drafted else draft[:accepted] + [token]
             certain += len(committed) - 1
             kv.rewind(certain)
+            seconds = clock() - began
+            first = statistics.forwards == 0
+            statistics.count(len(draft), accepted, len(committed))
+            done = speculation.count(committed, accepted, len(draft) + 1, past, seconds, len(pending) > 1)
             pending = committed[-1:]
-            statistics.count(len(draft), accepted)
-            drafter.extend(committed)
-            if statistics.first_round_tokens == 0:
+            statistics.draft += speculation.looked
+            statistics.ledger, statistics.saved = speculation.ledger, speculation.saved(past)
+            if on_round is not None:
+                on_round(done)
+            if first:
                 statistics.first_round_tokens = len(committed)
                 statistics.prefill = clock() - begin
                 begin = clock()
@@ -202,6 +234,7 @@ class Model(ForwardModel):
     tokenizer: Tokenizer
     chat_template: Optional[str]
     load_seconds: float
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # of all seconds, those that choose how much to draft among them
 
     @classmethod
     def load(cls, path: Any, threads: Optional[int] = None, isa: Optional[str] = None, ctx: Optional[int] = None, chunk: int = 256,
@@ -227,7 +260,7 @@ class Model(ForwardModel):
             raise KestrelError(f"{packed.path}: tokenizer_config.json: expected an object, found {type(config).__name__}")
         tokenizer = Tokenizer.from_bytes(raw, config, packed.path)
         self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size)
-        self.tokenizer, self.chunk = tokenizer, chunk
+        self.tokenizer, self.chunk, self.costs = tokenizer, chunk, StepCosts()
         template = packed.text("chat_template")
         self.chat_template = template.decode() if template is not None else None
         limit = self.config.max_position_embeddings
@@ -252,10 +285,13 @@ class Model(ForwardModel):
         return ids
 
     def generate(self, prompt: Prompt, max_tokens: int = 128, draft: Union[int, str, Drafter] = "auto", chunk: Optional[int] = None,
-                 observer: Optional[Observer] = None, kv: Optional[KVCache] = None, **settings: Any) -> Generation:
+                 draft_from: Optional[DraftFrom] = None, observer: Optional[Observer] = None, on_round: Optional[Callable[[Round], None]] = None,
+                 kv: Optional[KVCache] = None, **settings: Any) -> Generation:
         """Answers; the result is iterable (pieces of text) and depends on neither draft, chunk nor threads, to the last bit.
 
-        prompt: text, messages or ids. draft: "off" or 0, the number of tokens to guess (up to 32), "auto", or a Drafter of your own.
+        prompt: text, messages or ids. draft: "auto" (as much as pays, within the planner's ledger), "off" or 0, the number of tokens to guess
+        in every round (up to 32), or a Drafter that is asked in every round. draft_from: what to draft from beside the session: the text that
+        is being edited (or its ids), a Drafter, a function of (tokens so far, most). on_round: called with the Round of each pass.
         kv: an empty cache of this model to use instead of a new one. settings: the fields of `Settings`: min_tokens, temperature, top_k, top_p,
         min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs, stop, ignore_end.
         """
@@ -269,7 +305,7 @@ class Model(ForwardModel):
         if wanted.min_tokens > room:
             raise KestrelError(f"min_tokens: {len(ids)} prompt tokens leave {room} in a context of {self.ctx}, found {wanted.min_tokens}")
         max_tokens = min(max_tokens, room)
-        drafter, most = make_drafter(draft)
+        speculation = self._speculation(draft, draft_from, len(ids))
         chunk = chunk or self.chunk
         if not isinstance(chunk, int) or not 1 <= chunk <= self.max_rows:
             raise KestrelError(f"chunk: expected 1 to {self.max_rows}, found {chunk}")
@@ -281,16 +317,32 @@ class Model(ForwardModel):
         sampling = Sampling(replace(wanted, max_tokens=max_tokens), self.sampled_vocab, ids, end_ids)
         acceptance = Acceptance(self.tokenizer.stream(continues=True), end_ids, wanted.stop, max_tokens, wanted.min_tokens, sampling)
         statistics = Statistics(load=self.load_seconds)
-        rounds = _rounds(self, kv, ids, acceptance, drafter, most, sampling, chunk, statistics, observer)
-        return Generation(self, ids, wanted, acceptance, rounds, statistics)
+        fresh: List[Tuple[str, bool]] = []
+        rounds = _rounds(self, kv, ids, acceptance, speculation, sampling, chunk, statistics, observer, on_round, fresh)
+        return Generation(self, ids, wanted, acceptance, rounds, statistics, fresh)
 
-
-def make_drafter(draft: Union[int, str, Drafter]) -> "tuple[Drafter, int]":
-    """(drafter, longest draft) for the `draft` argument; KestrelError when it is none of off, auto, 0 to 32, a Drafter."""
-    if hasattr(draft, "extend") and hasattr(draft, "propose"):
-        return draft, MAX_DRAFT  # type: ignore[return-value]
-    text = str(draft)
-    most = 0 if text == "off" else AUTO_DRAFT if text == "auto" else int(text) if text.isascii() and text.isdigit() and len(text) < 4 else -1
-    if isinstance(draft, bool) or not 0 <= most <= MAX_DRAFT:
-        raise KestrelError(f"draft: expected off, auto or 0 to {MAX_DRAFT}, found {draft!r}")
-    return (PromptLookup(), most) if most else (NoDraft(), 0)
+    def _speculation(self, draft: Union[int, str, Drafter], draft_from: Optional[DraftFrom], prompt_tokens: int) -> Speculation:
+        """What drafts for one request; KestrelError for a `draft` that is none of off, auto, 0 to 32, a Drafter, or a `draft_from` it can't use."""
+        own = hasattr(draft, "extend") and hasattr(draft, "propose")
+        text = str(draft)
+        most = MAX_DRAFT if own or text == "auto" else 0 if text == "off" else int(text) if text.isascii() and text.isdigit() and len(text) < 4 else -1
+        if isinstance(draft, bool) or not 0 <= most <= MAX_DRAFT:
+            raise KestrelError(f"draft: expected off, auto or 0 to {MAX_DRAFT}, found {draft!r}")
+        if draft_from is not None and (own or not most):
+            raise KestrelError(f"draft_from: expected draft auto or 1 to {MAX_DRAFT} with it, found {'a Drafter' if own else text}")
+        drafters: List[Drafter] = []
+        if draft_from is not None:
+            if isinstance(draft_from, str):
+                draft_from = self.tokenizer.encode(draft_from)
+            if hasattr(draft_from, "extend") and hasattr(draft_from, "propose"):
+                drafters.append(draft_from)  # type: ignore[arg-type]
+            elif callable(draft_from):
+                drafters.append(CallableDrafter(draft_from))
+            elif isinstance(draft_from, Sequence) and len(draft_from):
+                drafters.append(ReferenceText(draft_from, skip=prompt_tokens))
+            else:
+                raise KestrelError(f"draft_from: expected a text, its ids, a Drafter or a function, found {draft_from!r}")
+        if text == "auto":
+            return Planner(Sources([*drafters, SuffixDrafter()]), most, self.costs, self.clock)
+        drafter = draft if own else NoDraft() if not most else Sources([*drafters, PromptLookup()]) if drafters else PromptLookup()
+        return Speculation(drafter, most, self.costs, self.clock)  # type: ignore[arg-type]

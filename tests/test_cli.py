@@ -55,7 +55,8 @@ def test_generate_json(path, answer):
     types = {"text": str, "token_ids": list, "prompt_tokens": int, "completion_tokens": int, "finish_reason": str, "forwards": int, "proposed": int,
              "accepted": int, "accepted_histogram": list, "seconds": dict, "tokens_per_second": float, "isa": str, "threads": int, "sha256": str}
     assert {key: type(result[key]) for key in types} == types
-    assert set(result["seconds"]) == {"load", "prefill", "decode", "draft"} and all(isinstance(v, float) for v in result["seconds"].values())
+    assert set(result["seconds"]) == {"load", "prefill", "decode", "draft", "saved"} and all(isinstance(v, float) for v in result["seconds"].values())
+    assert result["forwards_saved"] == 20 - result["forwards"]
     assert result["token_ids"] == answer.token_ids and result["text"] == answer.text
     assert (result["prompt_tokens"], result["completion_tokens"], result["finish_reason"]) == (len(answer.prompt_ids), 20, "length")
     assert result["isa"] == _native.choose_isa(None) and result["threads"] == 2
