@@ -59,6 +59,11 @@ def test_every_op_has_a_portable_variant(usable):
     assert {op for op, name in usable} == {op for op, name in usable if name == "portable"}
 
 
+def test_half_conversions_of_the_cpu_are_the_integer_steps(harness):
+    done = run(harness, "--half", "compare")
+    assert done.returncode == 0 and done.stdout == "65536 halves, 4713410 floats: 0 different\n"
+
+
 def test_nothing_matched_is_an_error(harness):
     done = run(harness, "--op", "matmul_int7")
     assert done.returncode == 2 and "nothing matches" in done.stdout

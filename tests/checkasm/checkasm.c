@@ -2,7 +2,7 @@
  *
  *     checkasm [--op OP] [--variant NAME] [--seed N]     test; one line per op x variant, then "N passed, N failed"
  *     checkasm --bench [OP] [--threads N]                time the same entries
- *     checkasm --list | --exp [STRIDE] | --half widen|narrow
+ *     checkasm --list | --exp [STRIDE] | --half widen|narrow|compare
  */
 #define _DEFAULT_SOURCE
 #include "checkasm.h"

@@ -60,6 +60,6 @@ check_fn check_attention_span, bench_attention_span, check_attention_merge, benc
 check_fn check_norm, bench_norm, check_rope, bench_rope, check_silu_multiply, bench_silu_multiply;
 
 int measure_exp(int64_t stride);        /* exp.c: prints the measured bounds of exp.h; 1 if one is exceeded */
-int convert_half(const char *direction); /* exp.c: "widen": all 65536 halves to stdout; "narrow": f32 from stdin to f16 on stdout */
+int convert_half(const char *direction); /* exp.c: "widen": all 65536 halves to stdout; "narrow": f32 from stdin to f16 on stdout; "compare" */
 
 #endif

@@ -89,8 +89,27 @@ int measure_exp(int64_t stride)
     return failed;
 }
 
+/* The CPU's conversions against the integer steps: all halves, every 509th float below 65504 of both signs. */
+static int compare_half(void)
+{
+    long different = 0;
+    for (uint32_t h = 0; h < 65536; h++) {
+        const float got = kestrel_f16_to_f32((uint16_t)h), want = kestrel_f16_to_f32_steps((uint16_t)h);
+        different += got != got ? want == want : kestrel_f32_bits(got) != kestrel_f32_bits(want);
+    }
+    long floats = 0;
+    for (uint32_t u = 0; u < 0x477fe000u; u += 509, floats += 2)
+        for (uint32_t sign = 0; sign < 2; sign++) {
+            const float x = kestrel_bits_f32(u | sign << 31);
+            different += kestrel_f32_to_f16(x) != kestrel_f32_to_f16_steps(x);
+        }
+    printf("65536 halves, %ld floats: %ld different\n", floats, different);
+    return different != 0;
+}
+
 int convert_half(const char *direction)
 {
+    if (!strcmp(direction, "compare")) return compare_half();
     if (!strcmp(direction, "widen")) {
         for (uint32_t h = 0; h < 65536; h++) {
             const float x = kestrel_f16_to_f32((uint16_t)h);
