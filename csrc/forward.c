@@ -363,6 +363,8 @@ static int32_t layers(step *s, int32_t cancel_fd)
         set_input(s, &l->qkv, m->normed, h);
         norm(s, l->attention_norm, s->layer ? m->delta : NULL, NULL, s->m);
         maxima = observe(s, maxima, h, s->m);
+        /* what this norm met was made by the layer below */
+        if (s->layer && not_finite(s, s->layer - 1)) return KESTREL_E_NOT_FINITE;
         matmul(s, s->m, m->qkv, m->qkv_columns);
         run(s, rope_task, row_tasks(s, s->m));
         attention(s);
@@ -404,12 +406,11 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     const kestrel_config *c = &m->config;
     set_input(s, &c->head, m->normed, c->hidden_size);
     norm(s, c->final_norm, m->delta, pick, rows);
-    int32_t status = not_finite(s, c->n_layers);
-    if (status) return status;
+    if (not_finite(s, c->n_layers - 1)) return KESTREL_E_NOT_FINITE;
     if (s->out->input_maxima) observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
     matmul(s, rows, dst, c->vocab_size);
     run(s, finite_task, rows);
-    return not_finite(s, c->n_layers + 1);
+    return not_finite(s, c->n_layers);
 }
 
 static int32_t outputs(step *s)

@@ -95,7 +95,7 @@ typedef struct kestrel_output {
     int32_t *candidate_ids;    /* [rows that want CANDIDATES][n_candidates], logit descending, id ascending */
     float *candidate_logits;   /* the same shape */
     int32_t n_candidates;      /* <= sampled_vocab */
-    int32_t error_layer;       /* set on KESTREL_E_NOT_FINITE: layer, n_layers = final norm, n_layers + 1 = logits */
+    int32_t error_layer;       /* set on KESTREL_E_NOT_FINITE: layer, n_layers = logits */
     int32_t error_row;
     int32_t reserved;
     float *input_maxima;       /* NULL, or running max |x| over rows by input channel of each quantised matmul, for calibration:

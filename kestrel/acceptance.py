@@ -91,6 +91,8 @@ class Acceptance:
         if self.finish_reason and not self._stops.found:
             self._pieces.append(self._stops.push(self._stream.flush(), may_stop))
             self._pieces.append(self._stops.flush())
+            if self._stops.found:  # half a character, U+FFFD at the end, completed one
+                self.finish_reason = "stop"
         return self.finish_reason is None
 
     def take_text(self) -> str:

@@ -143,12 +143,13 @@ class Generation:
 
 
 def _forward(model: ForwardModel, kv: KVCache, tokens: Sequence[int], wanted: int = 0) -> None:
-    """One pass; when a signal cancelled it whose handler then returned, it is made again."""
-    while True:
+    """One pass; when a signal cancelled it whose handler then returned, it is made again: the third time whatever comes (a profiler's timer)."""
+    for _ in range(2):
         try:
             return model.forward(kv, tokens, wanted)
         except Cancelled:
-            continue
+            pass
+    model.forward(kv, tokens, wanted, cancellable=False)
 
 
 def _rounds(model: "Model", kv: KVCache, prompt: Sequence[int], acceptance: Acceptance, speculation: Speculation,

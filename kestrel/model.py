@@ -197,11 +197,12 @@ class ForwardModel:
             self._logits = np.empty((rows, self.config.vocab_size), np.float32)
             self._logits_pointer = ffi.from_buffer("float[]", self._logits)
 
-    def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0, input_maxima: Optional[np.ndarray] = None) -> None:
+    def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0, input_maxima: Optional[np.ndarray] = None,
+                cancellable: bool = True) -> None:
         """One pass of `tokens` after what `kv` holds; logits of the last `wanted` rows are kept for `logits` and `sample`.
 
         input_maxima: see kestrel_output in kestrel.h; float32, updated in place (calibration).
-        Raises Cancelled when a signal arrived whose handler did not raise, KestrelError as `step`.
+        Raises Cancelled when a signal arrived whose handler did not raise (not with cancellable False), KestrelError as `step`.
         """
         m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle
         if m > self.max_rows:
@@ -215,7 +216,7 @@ class ForwardModel:
             self._reserve_logits(wanted)
             self._output.logits = self._logits_pointer
             if input_maxima is None:
-                self._run(m)
+                self._run(m, cancellable)
                 return
             c = self.config
             size = c.num_hidden_layers * (2 * c.hidden_size + c.intermediate_size) + c.hidden_size
@@ -251,14 +252,14 @@ class ForwardModel:
             self._run(m)
             return {"logits": self._logits[:n_logits].copy(), "candidate_ids": ids, "candidate_logits": values}
 
-    def _run(self, m: int) -> None:
+    def _run(self, m: int, cancellable: bool = True) -> None:
         with _wakeup_descriptor() as descriptor:
-            status = lib.kestrel_step(self._handle, self._rows, m, self._output, descriptor)
+            status = lib.kestrel_step(self._handle, self._rows, m, self._output, descriptor if cancellable else -1)
         if status == _native.E_CANCELLED:
             raise Cancelled()
         if status == _native.E_NOT_FINITE:
             layer, n = self._output.error_layer, self.config.num_hidden_layers
-            where = f"layer {layer}" if layer < n else "final norm" if layer == n else "logits"
+            where = f"layer {layer}" if layer < n else "logits"
             raise KestrelError(f"{self.packed.path}: NaN or Inf at {where}, row {self._output.error_row} of the pass")
         _native.check(status, "step")
 

@@ -326,15 +326,15 @@ def poisoned(path, target, tensor, row, value):
 
 # tensor, row (rows of qkv: 96 of q, 32 of k, 32 of v), what the message names
 POISON = [("embedding", 5, "layer 0"), ("layers.1.attention_norm", 7, "layer 1"), ("layers.1.qkv", 3, "layer 1"), ("layers.1.qkv", 100, "layer 1"),
-          ("layers.1.qkv", 140, "layer 1"), ("layers.2.o", 9, "layer 2"), ("layers.0.o", 95, "layer 0"), ("final_norm", 3, "logits")]
-# The sum after the MLP is first looked at by the norm that follows it.
-POISON_LATE = [("layers.1.mlp_norm", 7, "layer 1"), ("layers.1.gate_up", 3, "layer 1"), ("layers.1.gate_up", 299, "layer 1"), ("layers.0.down", 2, "layer 0"),
+          ("layers.1.qkv", 140, "layer 1"), ("layers.2.o", 9, "layer 2"), ("layers.0.o", 95, "layer 0"), ("final_norm", 3, "logits"),
+          # the sum after the MLP is first looked at by the norm that follows it
+          ("layers.1.mlp_norm", 7, "layer 1"), ("layers.1.gate_up", 3, "layer 1"), ("layers.1.gate_up", 299, "layer 1"), ("layers.0.down", 2, "layer 0"),
                ("layers.2.down", 2, "layer 2")]
 
 
 @pytest.mark.parametrize("weights, value", [("int8", "nan")] + [
     pytest.param(w, v, marks=pytest.mark.native_only) for w, v in (("int8", "inf"), ("int8", "-inf"), ("f32", "nan"), ("f32", "inf"))])
-@pytest.mark.parametrize("tensor, row, where", POISON + POISON_LATE)
+@pytest.mark.parametrize("tensor, row, where", POISON)
 def test_not_finite_weights_are_an_error_not_a_token(paths, tmp_path, weights, value, tensor, row, where):
     path = poisoned(paths[f"toy-{weights}"], str(tmp_path / "poisoned"), tensor, row, float(value))
     model = Model.load(path, threads=2)
@@ -347,8 +347,7 @@ def test_not_finite_weights_are_an_error_not_a_token(paths, tmp_path, weights, v
 
 @pytest.mark.native_only
 @pytest.mark.parametrize("weights", ["int8", "f32"])
-@pytest.mark.parametrize("tensor, row, where", POISON + [pytest.param(*p, marks=pytest.mark.xfail(strict=True, reason=(
-    "what the MLP of a layer spoils is met by the next layer's norm, and that one is named"))) for p in POISON_LATE])
+@pytest.mark.parametrize("tensor, row, where", POISON)
 def test_the_layer_with_the_bad_weight_is_named(paths, tmp_path, weights, tensor, row, where):
     path = poisoned(paths[f"toy-{weights}"], str(tmp_path / "poisoned"), tensor, row, float("nan"))
     model = ForwardModel(path, threads=1)
