@@ -56,16 +56,17 @@ static inline uint64_t kestrel_f64_bits(double f) { uint64_t u; memcpy(&u, &f, 8
 /* Below -700: 0. Above 700: exp(700). */
 static inline double kestrel_exp(double x)
 {
-    static const double c[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
-                               1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5};
-    if (!(x >= -700.0)) return 0.0;
-    if (x > 700.0) x = 700.0;
+    const int tiny = !(x >= -700.0); /* no branches: loops over it can be vectorised */
+    x = tiny ? -700.0 : x > 700.0 ? 700.0 : x;
     const double magic = 6755399441055744.0, t = fma(x, 1.44269504088896338700, magic), n = t - magic;
     const double r = fma(n, -LN2_LO, fma(n, -LN2_HI, x));
-    double p = c[0];
-    for (int i = 1; i < 12; i++) p = fma(p, r, c[i]);
+    double p = fma(fma(1.0 / 6227020800.0, r, 1.0 / 479001600.0), r, 1.0 / 39916800.0);
+    p = fma(fma(fma(p, r, 1.0 / 3628800.0), r, 1.0 / 362880.0), r, 1.0 / 40320.0);
+    p = fma(fma(fma(p, r, 1.0 / 5040.0), r, 1.0 / 720.0), r, 1.0 / 120.0);
+    p = fma(fma(fma(p, r, 1.0 / 24.0), r, 1.0 / 6.0), r, 0.5);
     p = fma(p, r * r, r) + 1.0;
-    return kestrel_bits_f64(kestrel_f64_bits(p) + (kestrel_f64_bits(t) << 52));
+    const double value = kestrel_bits_f64(kestrel_f64_bits(p) + (kestrel_f64_bits(t) << 52));
+    return tiny ? 0.0 : value;
 }
 
 /* x > 0, normal, finite. */

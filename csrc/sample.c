@@ -15,6 +15,8 @@ static inline uint64_t rank_key(float logit, uint32_t id)
 }
 static inline uint32_t key_id(uint64_t key) { return 0xffffffffu - (uint32_t)key; }
 
+enum { LANES = 32 }; /* elements of a row taken together, so that compilers vectorise */
+
 /* NaN or +Inf anywhere in [0, n)? -Inf is a legal "never". */
 static bool row_ok(const float *logits, int32_t n)
 {
@@ -25,11 +27,34 @@ static bool row_ok(const float *logits, int32_t n)
 
 int32_t kestrel_argmax(const float *logits, int32_t n)
 {
-    float best = logits[0];
-    for (int32_t i = 1; i < n; i++) best = logits[i] > best ? logits[i] : best;
-    for (int32_t i = 0; i < n; i++)
+    float lane[LANES], best = logits[0];
+    int32_t i = 0;
+    for (int32_t j = 0; j < LANES; j++) lane[j] = best;
+    for (; i + LANES <= n; i += LANES)
+        for (int32_t j = 0; j < LANES; j++) lane[j] = logits[i + j] > lane[j] ? logits[i + j] : lane[j];
+    for (int32_t j = 0; j < LANES; j++) best = lane[j] > best ? lane[j] : best;
+    for (; i < n; i++) best = logits[i] > best ? logits[i] : best;
+    for (i = 0; i + LANES <= n; i += LANES) {
+        uint32_t found = 0;
+        for (int32_t j = 0; j < LANES; j++) found |= logits[i + j] == best;
+        if (found) break;
+    }
+    for (; i < n; i++)
         if (logits[i] == best) return i;
     return 0;
+}
+
+/* sum exp((logits[i] - max) * scale), ids ascending. The exponentials are taken a block at a time: only the sum needs the order. */
+static double sum_exp(const float *logits, int32_t n, double max, double scale)
+{
+    double sum = 0.0, w[LANES];
+    int32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int32_t j = 0; j < LANES; j++) w[j] = kestrel_exp(((double)logits[i + j] - max) * scale);
+        for (int32_t j = 0; j < LANES; j++) sum += w[j];
+    }
+    for (; i < n; i++) sum += kestrel_exp(((double)logits[i] - max) * scale);
+    return sum;
 }
 
 void kestrel_best(const float *logits, int32_t n, int32_t count, int32_t *ids)
@@ -107,9 +132,7 @@ int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampl
     const double max = logits[best], scale = 1.0 / s->temperature;
     const int64_t limit = s->top_k && s->top_k < sampled ? s->top_k : sampled;
 #define WEIGHT(id) kestrel_exp(((double)logits[id] - max) * scale) /* the best weighs 1 */
-    double total = 0.0;
-    if (limit == sampled)
-        for (int32_t i = 0; i < sampled; i++) total += WEIGHT(i);
+    double total = limit == sampled ? sum_exp(logits, sampled, max, scale) : 0.0;
     int64_t n = sampled;
     for (int32_t i = 0; i < sampled; i++) work[i] = rank_key(logits[i], (uint32_t)i);
     for (int64_t i = n / 2 - 1; i >= 0; i--) sift_down(work, n, i);
@@ -148,9 +171,7 @@ int32_t kestrel_logsumexp(const float *logits, int32_t n, double *value)
     if (!logits || n < 1 || !value) return KESTREL_E_ARGUMENT;
     if (!row_ok(logits, n)) return KESTREL_E_NOT_FINITE;
     const double max = logits[kestrel_argmax(logits, n)];
-    double sum = 0.0;
-    for (int32_t i = 0; i < n; i++) sum += kestrel_exp((double)logits[i] - max);
-    *value = max + kestrel_log(sum);
+    *value = max + kestrel_log(sum_exp(logits, n, max, 1.0));
     return KESTREL_OK;
 }
 
