@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import Any, Callable, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from .errors import KestrelError
 
@@ -88,6 +88,25 @@ def _read_file(path: Optional[str]) -> str:
         raise KestrelError(f"{name}: not UTF-8 at byte {error.start}") from None
 
 
+def _explain(done: Any) -> None:
+    """One line for a round."""
+    source = f"{done.source}, match {done.match}" if done.source else "no draft"
+    print(f"kestrel: {source}: width {done.width}, accepted {done.accepted}, {1e3 * done.cost:.1f} ms, ledger {1e3 * done.ledger:+.1f} ms", file=sys.stderr)
+
+
+def _coloured(spans: Sequence[Tuple[str, bool]]) -> str:
+    """Text with what accepted draft tokens brought in green."""
+    return "".join(f"\x1b[32m{text}\x1b[0m" if drafted else text for text, drafted in spans)
+
+
+def _summary(result: Dict[str, Any]) -> str:
+    saved = result["seconds"]["saved"]
+    time_saved = f" and {saved:.2f} s" if saved is not None else ""
+    return (f"{result['completion_tokens']} tokens in {result['forwards']} forwards, {result['tokens_per_second']:.1f} tokens/s; accepted "
+            f"{result['accepted']} of {result['proposed']} drafted, saved {result['forwards_saved']} forwards{time_saved}; "
+            f"{result['isa']}, {result['threads']} threads")
+
+
 def _generate(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise KestrelError("--system: only with --chat")
@@ -96,7 +115,14 @@ def _generate(args: argparse.Namespace) -> int:
     logit_bias = dict(args.logit_bias)
     if len(logit_bias) != len(args.logit_bias):
         raise KestrelError("--logit-bias: a token id is given twice")
+    if args.show_drafts and args.json:
+        raise KestrelError("--show-drafts: not with --json")
+    if args.draft_from == "":
+        raise KestrelError("--draft-from: expected a file")
     text = _read_prompt(args)
+    draft_from = _read_file(args.draft_from) if args.draft_from is not None else None
+    if draft_from == "":
+        raise KestrelError(f"{args.draft_from}: expected a text to draft from, found nothing")
     from .generate import Model
 
     model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv)
@@ -105,18 +131,19 @@ def _generate(args: argparse.Namespace) -> int:
     generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
                                 top_p=args.top_p, min_p=args.min_p, seed=args.seed, repetition_penalty=args.repetition_penalty,
                                 presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty, logit_bias=logit_bias,
-                                logprobs=args.logprobs, stop=args.stop, ignore_end=args.ignore_end)
+                                logprobs=args.logprobs, stop=args.stop, ignore_end=args.ignore_end,
+                                draft_from=draft_from, on_round=_explain if args.explain else None)
+    colour = args.show_drafts and sys.stdout.isatty()
     for piece in generation:
         if not args.json:
-            print(piece, end="", flush=True)
+            print(_coloured(generation.spans) if colour else piece, end="", flush=True)
     result = generation.to_json()
     if args.json:
         _print_json(result)
-        return 0
-    print(flush=True)
-    if sys.stderr.isatty():
-        print(f"{result['completion_tokens']} tokens in {result['forwards']} forwards, {result['tokens_per_second']:.1f} tokens/s, "
-              f"accepted {result['accepted']} of {result['proposed']} drafted; {result['isa']}, {result['threads']} threads", file=sys.stderr)
+    else:
+        print(flush=True)
+    if args.explain or (sys.stderr.isatty() and not args.json):
+        print(f"kestrel: {_summary(result)}", file=sys.stderr)
     return 0
 
 
@@ -220,7 +247,10 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     p.add_argument("--max-tokens", type=_positive, default=256, metavar="N")
     p.add_argument("--min-tokens", type=int, default=0, metavar="N", help="nothing ends the answer before so many tokens")
-    p.add_argument("--draft", default="auto", metavar="K", help="tokens to guess a round: 0 to 32, off, or auto (default)")
+    p.add_argument("--draft", default="auto", metavar="K", help="tokens to guess a round: 0 to 32, off, or auto (default: as many as pay)")
+    p.add_argument("--draft-from", metavar="FILE", help="a text that the answer follows with changes, to draft from: the one being edited, say")
+    p.add_argument("--explain", action="store_true", help="a line for each round on stderr: source, match, width, accepted, cost, ledger")
+    p.add_argument("--show-drafts", action="store_true", help="in a terminal, show in green what accepted drafts brought")
     p.add_argument("--threads", type=_positive, metavar="N", help="default: the CPUs this process may use")
     p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's)")
     p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")

@@ -4,7 +4,8 @@
 A pass of w rows commits at least one token, so it loses at most c(w) - c(1) against a plain step. The ledger
 D = time spent in speculative steps and in lookup - tokens they committed x current cost of a plain step
 decides: a speculative step only while D + c(w) - c(1) <= B + e * elapsed. So total time <= (plain + B) / (1 - e) whatever the text, with
-e = 0.5 % and B the largest c(w) - c(1) of a width that this request has used (its lookup included).
+e = 0.5 % and B = c(w) - c(1) of the dearest width that this request has used, its lookup included; before that of a draft of 8 as estimated,
+1.2 c(1) at most. A width whose cost is not known yet is tried only while D <= e * elapsed.
 Time chooses how much is drafted and never what is committed.
 """
 from __future__ import annotations
@@ -16,10 +17,12 @@ from .drafter import Drafter, Proposal, Sources, as_proposal
 LOSS = 0.005         # e: the share of its time that a request may lose
 MOST_WIDTH = 33      # the known token and a draft of 32
 _RECENT = 5          # passes whose median is the cost of a width
+_SAME = 0.02         # a change of a cost that is none
 _FORGET = 256        # passes after which the cost of a width that nothing used is measured anew: a bad moment must not last
 _PLAIN_EVERY = 64    # rounds after which a plain step measures its cost again though every round had a draft
 _FIRST_SLOPE = 0.15  # of c(1) a row, while no other width is known
 _LEAST_SLOPE = 0.1   # of c(1) a row, beyond the widest known
+_MOST_NOMINAL = 1.2  # times c(1), at most: a cost not seen yet must not loosen the cap
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
 _FIRST_REACH = 8     # tokens of the longest draft; doubles when all of one that long were right
 
@@ -40,74 +43,92 @@ def context_bucket(past: int) -> int:
     return max(0, past.bit_length() - 8)
 
 
-class StepCosts:
-    """Seconds of a pass by (context bucket, width), as measured: the median of the last five. A model has one; requests share it."""
+class _Context:
+    """What passes cost in one context bucket, by width: seconds of the last few, their median, the pass that was the last one."""
+
+    __slots__ = ("recent", "median", "used", "curve")
 
     def __init__(self) -> None:
-        self._recent: Dict[Tuple[int, int], List[float]] = {}
-        self._median: Dict[Tuple[int, int], float] = {}
-        self._used: Dict[Tuple[int, int], int] = {}
+        self.recent: List[List[float]] = [[] for _ in range(MOST_WIDTH + 1)]
+        self.median: List[Optional[float]] = [None] * (MOST_WIDTH + 1)
+        self.used = [0] * (MOST_WIDTH + 1)
+        self.curve: Optional[List[float]] = None
+
+
+class StepCosts:
+    """Seconds of a pass by context and width, as measured: the median of the last five. A model has one; requests share it."""
+
+    def __init__(self) -> None:
+        self._contexts = [_Context() for _ in range(context_bucket(1 << 31) + 1)]
         self._passes = 0
-        self._curves: Dict[int, List[float]] = {}
         self._last_plain: Optional[float] = None
 
     def add(self, width: int, past: int, seconds: float) -> None:
         """A pass of `width` rows after `past` positions took so long."""
-        key = (context_bucket(past), width)
-        recent = (self._recent.get(key, []) + [max(seconds, 1e-9)])[-_RECENT:]
-        self._recent[key] = recent
-        self._median[key] = sorted(recent)[(len(recent) - 1) // 2]
+        context = self._contexts[context_bucket(past)]
+        recent = context.recent[width]
+        recent.append(seconds if seconds > 1e-9 else 1e-9)
+        if len(recent) > _RECENT:
+            del recent[0]
+        known, median = context.median[width], sorted(recent)[(len(recent) - 1) // 2]
+        context.median[width] = median
         self._passes += 1
-        self._used[key] = self._passes
-        self._curves.pop(key[0], None)
+        context.used[width] = self._passes
         if width == 1:
-            self._last_plain = self._median[key]
+            self._last_plain = median
+        curve = context.curve
+        if curve is not None:  # made anew only when it changes: this is done after every pass
+            if known is None or abs(curve[width] - median) > _SAME * median:
+                context.curve = None
 
     def measured(self, width: int, past: int) -> Optional[float]:
-        """Seconds of such a pass, or None when none was made lately."""
-        key = (context_bucket(past), width)
-        if width > 1 and key in self._median and self._passes - self._used[key] > _FORGET:
-            self._recent.pop(key, None)
-            self._median.pop(key, None)
-            self._curves.pop(key[0], None)
-        return self._median.get(key)
+        """Seconds of such a pass; None when none was made lately."""
+        return self._contexts[context_bucket(past)].median[width]
+
+    def narrowest(self, past: int) -> int:
+        """The narrowest width beside 1 that is measured in this context; 0: none."""
+        median = self._contexts[context_bucket(past)].median
+        return next((width for width in range(2, MOST_WIDTH + 1) if median[width] is not None), 0)
 
     def plain(self, past: int) -> Optional[float]:
         """Seconds of a plain step, of another context when none was made in this one; None when there was none at all."""
-        return self._median.get((context_bucket(past), 1), self._last_plain)
+        return self._contexts[context_bucket(past)].median[1] or self._last_plain
 
     def curve(self, past: int) -> Optional[List[float]]:
-        """Seconds by width, [1] to [MOST_WIDTH]; None until a plain step was measured in this context.
+        """Seconds by width, [1] to [MOST_WIDTH], to within 2 %; None until a plain step was measured in this context.
 
         A width that was not measured here costs what it did in a shorter context, relative to c(1); one that never was lies on the
-        line between its neighbours; beyond the widest on a line as steep as the steepest before, and never flatter than 0.1 c(1) a row.
+        line between its neighbours; beyond the widest on a line as steep as from c(1) or from the last but one, and never flatter than
+        0.1 c(1) a row.
         """
         bucket = context_bucket(past)
-        curve = self._curves.get(bucket)
-        if curve is not None:
-            return curve
-        plain = self._median.get((bucket, 1))
-        if plain is None:
-            return None
+        context = self._contexts[bucket]
+        if context.curve is not None or context.median[1] is None:
+            return context.curve
+        plain = context.median[1]
         curve = [0.0, plain]
-        steepest = 0.0
+        slope = _FIRST_SLOPE * plain
         for width in range(2, MOST_WIDTH + 1):
-            seconds = self.measured(width, past) or self._shorter(bucket, width, plain)
+            if context.median[width] is not None and self._passes - context.used[width] > _FORGET:
+                context.median[width], context.recent[width] = None, []
+            seconds = context.median[width]
+            if seconds is None and bucket:
+                seconds = self._shorter(bucket, width, plain)
             if seconds is None:
                 continue
             begin, before = len(curve) - 1, curve[-1]
-            slope = (seconds - before) / (width - begin)
-            curve += [before + slope * i for i in range(1, width - begin)] + [seconds]
-            steepest = max(slope, (seconds - plain) / (width - 1))
-        slope = max(steepest, (_LEAST_SLOPE if len(curve) > 2 else _FIRST_SLOPE) * plain)
+            step = (seconds - before) / (width - begin)
+            curve += [before + step * i for i in range(1, width - begin)]
+            curve.append(seconds)
+            slope = max(step, (seconds - plain) / (width - 1), _LEAST_SLOPE * plain)
         last = curve[-1]
         curve += [last + slope * i for i in range(1, MOST_WIDTH + 2 - len(curve))]
-        self._curves[bucket] = curve
+        context.curve = curve
         return curve
 
     def _shorter(self, bucket: int, width: int, plain: float) -> Optional[float]:
         for lower in range(bucket - 1, -1, -1):
-            seconds, plain_there = self._median.get((lower, width)), self._median.get((lower, 1))
+            seconds, plain_there = self._contexts[lower].median[width], self._contexts[lower].median[1]
             if seconds is not None and plain_there is not None:
                 return seconds * plain / plain_there
         return None
@@ -120,35 +141,34 @@ class Survival:
     comes. Old results fade: acceptance comes in streaks.
     """
 
-    # by match, 17 and more are the last: what greedy answers of SmolLM2-135M to 20 prompts of Spec-Bench showed
+    # by match, 17 and more are the last: what greedy answers of SmolLM2-135M to 29 prompts, most of Spec-Bench, showed
     _PRIOR = (0.2, 0.25, 0.5, 0.65, 0.72, 0.8, 0.8, 0.8, 0.8, 0.87, 0.87, 0.87, 0.87, 0.92, 0.92, 0.92, 0.92, 0.96)
     _BUCKET = (0, 1, 2, 3, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 7)
-    _GROUP = (0, 1, 2, 2) + (3,) * 4 + (4,) * 8 + (5,) * 16  # positions counted as one
+    _FIRST = (0, 1, 2, 4, 8, 16)  # positions counted as one begin here
+    GROUP = (0, 1, 2, 2) + (3,) * 4 + (4,) * 8 + (5,) * 16
     _WEIGHT = 4.0  # of the prior, in results
     _MOST = 32.0   # results of a group after which all count half
 
     def __init__(self) -> None:
         self._seen: Dict[Tuple[str, int], Tuple[List[float], List[float]]] = {}  # right, all; by group
-        self._curves: Dict[Tuple[str, int], List[float]] = {}
 
-    def curve(self, source: str, match: int) -> List[float]:
-        """Probabilities for positions 0 to 31."""
-        match = min(match, len(self._PRIOR) - 1)
-        key = (source, match)
-        curve = self._curves.get(key)
-        if curve is None:
-            prior, last, weight = self._PRIOR, len(self._PRIOR) - 1, self._WEIGHT
-            right, tried = self._seen.get((source, self._BUCKET[match]), ([0.0] * 6, [0.0] * 6))
-            curve = [(right[g] + weight * prior[min(match + i, last)]) / (tried[g] + weight) for i, g in enumerate(self._GROUP)]
-            self._curves[key] = curve
-        return curve
+    def rates(self, source: str, match: int) -> List[float]:
+        """Probabilities by group of positions (GROUP)."""
+        prior, last, weight = self._PRIOR, len(self._PRIOR) - 1, self._WEIGHT
+        match = min(match, last)
+        seen = self._seen.get((source, self._BUCKET[match]))
+        if seen is None:
+            return [prior[min(match + first, last)] for first in self._FIRST]
+        return [(right + weight * prior[min(match + first, last)]) / (tried + weight) for first, right, tried in zip(self._FIRST, *seen)]
 
     def learn(self, proposal: Proposal, committed: Sequence[int]) -> None:
         """What came after a proposal, whether it was verified or not."""
-        match = min(proposal.match, len(self._PRIOR) - 1)
-        bucket = self._BUCKET[match]
-        right, tried = self._seen.setdefault((proposal.source, bucket), ([0.0] * 6, [0.0] * 6))
-        for group, guess, token in zip(self._GROUP, proposal, committed):
+        key = (proposal.source, self._BUCKET[min(proposal.match, len(self._PRIOR) - 1)])
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = ([0.0] * 6, [0.0] * 6)
+        right, tried = seen
+        for group, guess, token in zip(self.GROUP, proposal, committed):
             if tried[group] >= self._MOST:
                 tried[group] /= 2
                 right[group] /= 2
@@ -156,9 +176,6 @@ class Survival:
             if guess != token:
                 break
             right[group] += 1
-        for same in range(len(self._BUCKET)):
-            if self._BUCKET[same] == bucket:
-                self._curves.pop((proposal.source, same), None)
 
 
 class Speculation:
@@ -239,6 +256,7 @@ class Planner(Speculation):
         self._untold: List[int] = []  # while the ledger says no, telling the drafter waits too
         self._since_plain = _PLAIN_EVERY  # a request begins with a plain step
         self._reach = _FIRST_REACH
+        self._lookups = [0.0] * 3     # seconds of the last ones
         self._widest = 0.0            # largest c(w) - c(1) of a width used
         self.allowance = 0.0          # B
         self.elapsed = 0.0
@@ -246,47 +264,51 @@ class Planner(Speculation):
     def draft(self, most: int, past: int) -> Proposal:
         """See Speculation. Empty when the ledger says no, when no length promises a gain, or when a plain step must be measured."""
         begin = self._clock()
-        most = min(most, self._most, self._reach)
-        curve = self._costs.curve(past)
-        self._proposal = Proposal()
-        draft = Proposal()
-        if most > 0 and curve is not None and self._since_plain < _PLAIN_EVERY and self._open(curve):
-            if self._untold:
-                self._drafter.extend(self._untold)
-                self._untold = []
-            found = (self._drafter.proposals(most) if isinstance(self._drafter, Sources)
-                     else [p for p in [as_proposal(self._drafter.propose(most), most)] if p])
-            if found:
-                draft = self._choose(found, curve, past, self.ledger + self._clock() - begin)
+        self._proposal = draft = Proposal()
+        most = min(most, self._reach)
+        if most > 0 and self._since_plain < _PLAIN_EVERY:
+            curve = self._costs.curve(past)
+            if curve is not None and self._open(curve, past):
+                if self._untold:
+                    self._drafter.extend(self._untold)
+                    self._untold = []
+                found = (self._drafter.proposals(most) if isinstance(self._drafter, Sources)
+                         else [p for p in [as_proposal(self._drafter.propose(most), most)] if p])
+                if found:
+                    draft = self._choose(found, curve, past, self.ledger + self._clock() - begin)
+                self._lookups = [*self._lookups[1:], self._clock() - begin]
         self._since_plain += 1
         self.looked = self._clock() - begin
         self._spend(self.looked)
         self.elapsed += self.looked
         return draft
 
-    def _open(self, curve: List[float]) -> bool:
-        """Whether a step of some width could be allowed."""
-        self.allowance = max(self._widest, curve[_NOMINAL] - curve[1])
-        free = LOSS * self.elapsed - self.ledger
-        return free >= 0 or curve[2] - curve[1] <= self.allowance + free
+    def _open(self, curve: List[float], past: int) -> bool:
+        """Whether a lookup as long as lately leaves enough for a step: of a width not used yet as B, of a known one as it costs."""
+        self.allowance = max(self._widest, min(curve[_NOMINAL] / curve[1] - 1.0, _MOST_NOMINAL) * curve[1])
+        free = LOSS * self.elapsed - self.ledger - sorted(self._lookups)[1]
+        if free >= 0:
+            return True
+        width = self._costs.narrowest(past)
+        return width > 0 and curve[width] - curve[1] <= self.allowance + free
 
     def _choose(self, found: List[Proposal], curve: List[float], past: int, ledger: float) -> Proposal:
         """The proposal and length with the most expected tokens a second, of equals the longest match; empty when plain is better."""
         free = LOSS * self.elapsed - ledger
-        stake = (self.allowance + free)
-        plain = curve[1]
+        plain, most = curve[1], curve[1] + self.allowance + free
         best, best_length, best_rate = found[0], 0, 1.0 / plain
         first, first_hope = found[0], -1.0
-        for proposal in sorted(found, key=lambda p: -p.match):
-            survival = self._survival.curve(proposal.source, proposal.match)
+        if len(found) > 1:
+            found.sort(key=lambda p: -p.match)
+        for proposal in found:
+            rates = self._survival.rates(proposal.source, proposal.match)
             alive = expected = 1.0
-            for i in range(len(proposal)):
-                alive *= survival[i]
+            for width, group in zip(range(2, len(proposal) + 2), self._survival.GROUP):
+                alive *= rates[group]
                 expected += alive
-                seconds = curve[i + 2]
-                if expected > best_rate * seconds and seconds - plain <= stake and (
-                        free >= 0 or self._costs.measured(i + 2, past) is not None):
-                    best, best_length, best_rate = proposal, i + 1, expected / seconds
+                seconds = curve[width]
+                if expected > best_rate * seconds and (free >= 0 or seconds <= most and self._costs.measured(width, past) is not None):
+                    best, best_length, best_rate = proposal, width - 1, expected / seconds
             if expected > first_hope:
                 first, first_hope = proposal, expected
         self._proposal = best if best_length else first  # its tokens are compared with what comes, verified or not

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner on a clock of the tests' own: the cap under any cost and any draft, no latch, costs and survival as stated."""
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel.drafter import Proposal
+from kestrel.planner import LOSS, MOST_WIDTH, Planner, Speculation, StepCosts, Survival
+
+HOST = {1: 1.0, 2: 1.1, 5: 1.4, 8: 1.9, 16: 3.6, 33: 7.4}  # c(w)/c(1), avx2, SmolLM2-135M
+BOARD = {1: 1.0, 5: 1.1, 8: 1.25, 16: 2.0, 33: 4.2}
+
+
+def costs_of(points):
+    """c(w) for w = 0 (nothing) to MOST_WIDTH, linear between the points."""
+    known = sorted(points.items())
+    curve = [0.0]
+    for width in range(1, MOST_WIDTH + 1):
+        (a, x), (b, y) = next(pair for pair in zip(known, known[1:]) if pair[0][0] <= width <= pair[1][0])
+        curve.append(x + (y - x) * (width - a) / (b - a))
+    return curve
+
+
+class Clock:
+    """Time that passes when the test says so, and `tick` at each look."""
+
+    def __init__(self, tick=0.0):
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+class Drafted:
+    """A drafter whose proposals the test makes: propose(most) -> Proposal. Looking takes `seconds`."""
+
+    def __init__(self, clock, make, seconds=0.0):
+        self._clock, self._make, self._seconds = clock, make, seconds
+        self.told, self.asked = [], 0
+
+    def extend(self, tokens):
+        self.told += tokens
+
+    def propose(self, most):
+        self._clock.now += self._seconds
+        self.asked += 1
+        return self._make(most)
+
+
+class Run:
+    """A request in which a pass of w rows takes cost(w, past): how long it took, and how long plain steps would have taken.
+
+    right(proposed): how many draft tokens of a round are right; bonus: the token after them.
+    """
+
+    def __init__(self, planner, clock, cost, tokens, right, bonus=-1):
+        self.total = self.plain = self.most_lookup = self.most_extra = self.allowance = 0.0
+        self.rounds = []
+        position, begin = 0, clock.now
+        while position < tokens:
+            at = clock.now
+            draft = planner.draft(tokens - position - 1, position)
+            assert len(draft) <= max(0, tokens - position - 1)
+            self.allowance = max(self.allowance, planner.allowance)
+            self.most_lookup = max(self.most_lookup, clock.now - at)
+            accepted = min(right(len(draft)), len(draft))
+            seconds = cost(len(draft) + 1, position)
+            clock.now += seconds
+            self.most_extra = max(self.most_extra, seconds - cost(1, position))
+            committed = list(draft[:accepted]) + [bonus]
+            after = clock.now
+            self.rounds.append((position, planner.count(committed, accepted, len(draft) + 1, position, seconds)))
+            self.most_lookup = max(self.most_lookup, after - at - seconds + clock.now - after)
+            self.plain += sum(cost(1, position + i) for i in range(len(committed)))
+            position += len(committed)
+        self.total = clock.now - begin
+
+    @property
+    def cap(self):
+        """(plain + B) / (1 - e), B the dearest verification with its lookup, the first one's allowance at least."""
+        return (self.plain + max(self.most_extra, self.allowance) + 2 * self.most_lookup) / (1 - LOSS)
+
+    def widths(self, begin=0):
+        return [r.width for position, r in self.rounds if position >= begin]
+
+
+def constant(curve):
+    return lambda width, past: curve[width]
+
+
+# --- the cap ---------------------------------------------------------------------------------------------------------------
+
+any_curve = st.lists(st.floats(0.05, 30.0), min_size=MOST_WIDTH - 1, max_size=MOST_WIDTH - 1).map(lambda rest: [0.0, 1.0, *rest])
+usual_curve = st.tuples(st.floats(0.0, 2.0), st.floats(0.5, 2.0)).map(
+    lambda s: [0.0] + [1.0 + s[0] * (w - 1) ** s[1] for w in range(1, MOST_WIDTH + 1)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(any_curve, usual_curve), st.integers(0, 2 ** 32), st.sampled_from(["never", "always", "random", "streaks", "wide drafts fail", "lures"]),
+       st.sampled_from([0.0, 0.0005, 0.02]), st.booleans())
+def test_the_cap_holds(curve, seed, adversary, lookup, grows):
+    """Any cost of each width, any acceptance, any claim of a match, lookup cheap or dear, costs that grow with the context."""
+    rng = random.Random(seed)
+    clock = Clock()
+    drafter = Drafted(clock, lambda most: Proposal([1] * rng.randint(0, most), rng.choice("abc"), rng.randrange(30)), lookup)
+    planner = Planner(drafter, 32, StepCosts(), clock)
+    turn = [0]
+
+    def right(proposed):
+        turn[0] += 1
+        if adversary == "never":
+            return 0
+        if adversary == "always":
+            return proposed
+        if adversary == "random":
+            return rng.randint(0, proposed)
+        if adversary == "streaks":
+            return proposed if turn[0] // 40 % 2 else 0
+        if adversary == "wide drafts fail":
+            return proposed if proposed < 6 else 0
+        return proposed if turn[0] < 60 else 0
+
+    cost = (lambda w, past: curve[w] * (1 + past / 700)) if grows else constant(curve)
+    run = Run(planner, clock, cost, 700, right)
+    assert run.total <= run.cap * (1 + 1e-9)
+    # B is no more than a step that was made, or 1.2 c(1); where costs grow, than the medians of steps made a little earlier and later
+    assert run.allowance <= max(1.2 * cost(1, 700), run.most_extra) * (1.1 if grows else 1 + 1e-9)
+
+
+@pytest.mark.parametrize("points", [HOST, BOARD], ids=["host", "board"])
+@pytest.mark.parametrize("tokens", [256, 2048])
+@pytest.mark.parametrize("match", [0, 2, 8, 100])
+def test_every_draft_wrong(points, tokens, match):
+    """The hostile text of case 17: within 1 %, lookup at its real price (0.3 % of a step) included."""
+    clock = Clock(tick=0.0005)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "lookup", match), 0.001), 32, StepCosts(), clock)
+    run = Run(planner, clock, constant(costs_of(points)), tokens, lambda proposed: 0)
+    assert run.plain / run.total >= 0.99
+    assert max(run.widths()) > 1  # it was tried
+
+
+def test_lookup_pauses_when_the_ledger_says_no():
+    """Dear lookup that finds nothing: a few, then few and far between; the drafter is told everything when it is asked again."""
+    clock = Clock()
+    drafter = Drafted(clock, lambda most: Proposal(), 0.5)
+    planner = Planner(drafter, 32, StepCosts(), clock)
+    run = Run(planner, clock, constant(costs_of(HOST)), 2000, lambda proposed: 0)
+    assert 5 < drafter.asked < 2 + 0.01 * 2000
+    assert run.total <= 1.006 * run.plain + 1.0
+    assert len(drafter.told) < 2000  # untold since the last time it was asked
+    assert planner._untold + drafter.told == [-1] * 2000
+
+
+# --- what it is for ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("points, least", [(HOST, 4.0), (BOARD, 6.5)], ids=["host", "board"])
+def test_every_draft_right(points, least):
+    curve = costs_of(points)
+    clock = Clock(tick=0.0005)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "text", 20)), 32, StepCosts(), clock)
+    run = Run(planner, clock, constant(curve), 1000, lambda proposed: proposed)
+    best = max(width / curve[width] for width in range(1, MOST_WIDTH + 1))
+    assert run.plain / run.total >= least
+    assert run.plain / run.total >= 0.8 * best
+    assert planner.saved(1000) == pytest.approx(run.plain - run.total, rel=0.02)
+
+
+def test_off_is_not_for_good():
+    """Nothing is right for 1,000 tokens, then everything, twice: in full use within 100 tokens of the change."""
+    clock = Clock(tick=0.0005)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "suffix", 9)), 32, StepCosts(), clock)
+    cost = constant(costs_of(HOST))
+    for _ in range(2):
+        wrong = Run(planner, clock, cost, 1000, lambda proposed: 0)
+        assert sum(w > 1 for w in wrong.widths(begin=500)) < 10
+        right = Run(planner, clock, cost, 400, lambda proposed: proposed, bonus=1)
+        assert max(right.widths()) > 8 and min(right.widths(begin=100)[:-1]) > 1
+        assert len(right.rounds) < 150
+
+
+def test_what_was_not_verified_is_learned_from():
+    """Proposals too poor to verify turn good: the tokens that come show it, at no cost."""
+    survival = Survival()
+    proposal = Proposal([5, 6, 7], "suffix", 3)
+    before = survival.rates("suffix", 3)
+    survival.learn(proposal, [4])
+    down = survival.rates("suffix", 3)
+    assert down[0] < before[0] and down[1:] == before[1:]
+    for _ in range(4):
+        survival.learn(proposal, [5])
+    up = survival.rates("suffix", 3)
+    assert up[0] > down[0] and up[1:] == before[1:]  # of the second token nothing was seen
+    survival.learn(proposal, [5, 6, 0])
+    assert survival.rates("suffix", 3)[1] > before[1] and survival.rates("suffix", 3)[2] < before[2]
+    assert survival.rates("lookup", 3) == before and survival.rates("suffix", 12) == Survival().rates("suffix", 12)
+    assert [sorted(survival.rates("x", m)) for m in range(20)] == [survival.rates("x", m) for m in range(20)]  # rises along a draft
+    assert [survival.rates("x", m)[0] for m in range(20)] == sorted(survival.rates("x", m)[0] for m in range(20))  # and with the match
+
+
+def test_a_plain_step_grows_dearer():
+    """Thermal drift: everything takes twice as long from the middle. The ledger finds the new plain cost and drafts go on."""
+    clock = Clock(tick=0.0005)
+    curve = costs_of(HOST)
+    rng = random.Random(1)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "suffix", 9)), 32, StepCosts(), clock)
+    run = Run(planner, clock, lambda width, past: curve[width] * (1 if past < 2000 else 2), 4000, lambda proposed: rng.choice([0, 2, proposed]))
+    halves = [[r for at, r in run.rounds if low <= at < low + 2000] for low in (0, 2000)]
+    per_forward = [2000 / len(half) for half in halves]
+    assert min(per_forward) > 2.0 and abs(per_forward[0] - per_forward[1]) < 0.5 * per_forward[0]
+    assert planner.saved(4000) > 0
+
+
+def test_a_plain_step_grows_cheaper():
+    """The machine is free again: drafts that paid before lose now. They were never refreshed by a miss, so a plain step is made for it."""
+    clock = Clock()
+    curve = costs_of(HOST)
+    # a pass of any width but 1 stays as it was: two right of four are a gain at c(1) = 1, a loss at 0.3
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * min(most, 2), "suffix", 9)), 32, StepCosts(), clock)
+    run = Run(planner, clock, lambda width, past: curve[width] * (0.2 if width == 1 and past >= 1000 else 1.0), 3000, lambda proposed: proposed)
+    assert max(run.widths(begin=1500)) == 1 or sum(w > 1 for w in run.widths(begin=1500)) < 20
+    before = [r.width for at, r in run.rounds if at < 1000]
+    assert sum(w > 1 for w in before) > 0.9 * len(before)
+    plain_again = [i for i, w in enumerate(before[1:], 1) if w == 1]
+    assert plain_again and max(b - a for a, b in zip([0, *plain_again], plain_again)) <= 65
+
+
+def test_the_ledger_by_hand():
+    """c(1) = 1, c(3) = 1.5. A round of 2 drafts, none right: D = 0.5. One with both right: D = 0.5 + 1.5 - 3 = -1, not below -B."""
+    clock = Clock()
+    costs = StepCosts()
+    for past in (0, 300):
+        costs.add(1, past, 1.0)
+        costs.add(3, past, 1.5)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1, 1], "suffix", 9)), 2, costs, clock)
+    assert planner.draft(5, 0) == []  # a request begins with a plain step
+    planner.count([7], 0, 1, 0, 1.0)
+    assert (planner.ledger, planner.elapsed) == (0.0, 1.0)
+    assert planner.draft(5, 1) == [1, 1]
+    done = planner.count([7], 0, 3, 1, 1.5)
+    assert (done.source, done.match, done.width, done.accepted, done.cost, done.ledger) == ("suffix", 9, 3, 0, 1.5, 0.5)
+    assert planner.elapsed == 2.5 and planner.saved(1) == -0.5
+    assert planner.draft(5, 2) == [1, 1]  # 0.5 + 0.5 <= 1.2 + 0.005 * 2.5
+    done = planner.count([1, 1, 7], 2, 3, 2, 1.5)
+    assert done.ledger == -1.0 and planner.saved(2) == 1.0
+    planner.draft(5, 5)
+    done = planner.count([1, 1, 7], 2, 3, 5, 1.5)
+    assert done.ledger == pytest.approx(-1.2) and planner.saved(5) == 2.5  # the credit is clamped, what was saved is not
+
+
+# --- costs --------------------------------------------------------------------------------------------------------------------
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = StepCosts()
+    assert costs.curve(10) is None and costs.plain(10) is None
+    costs.add(1, 10, 2.0)
+    assert costs.curve(10)[1:] == pytest.approx([2.0 + 0.3 * (w - 1) for w in range(1, MOST_WIDTH + 1)])  # 0.15 c(1) a row
+    costs.add(5, 20, 2.4)
+    curve = costs.curve(30)
+    assert curve[1:7] == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4, 2.6])  # beyond, at least 0.1 c(1) a row
+    costs.add(9, 20, 10.0)
+    assert costs.curve(0)[9:12] == pytest.approx([10.0, 11.9, 13.8])  # as steep as the last two
+    assert costs.measured(5, 0) == 2.4 and costs.measured(6, 0) is None and costs.measured(5, 300) is None
+
+
+def test_costs_are_medians_of_the_last_five_and_by_context():
+    costs = StepCosts()
+    for seconds in (1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0):
+        costs.add(1, 0, seconds)
+    assert costs.plain(255) == 9.0  # of 1, 9, 1, 9, 9
+    assert costs.curve(256) is None and costs.plain(256) == 9.0  # of a longer context nothing is known but this
+    costs.add(5, 0, 12.0)
+    costs.add(1, 256, 18.0)
+    assert costs.curve(511)[5] == pytest.approx(24.0)  # relative to c(1) as in the shorter context
+    assert costs.measured(5, 256) is None
+
+
+def test_a_bad_moment_is_forgotten():
+    """A width measured once, when something else ran, is tried again some time."""
+    costs = StepCosts()
+    costs.add(1, 0, 1.0)
+    costs.add(5, 0, 50.0)
+    assert costs.curve(0)[5] == 50.0
+    for _ in range(300):
+        costs.add(1, 0, 1.0)
+    costs.add(2, 0, 1.1)
+    assert costs.curve(0)[5] == pytest.approx(1.4)
+
+
+def test_a_fixed_draft_keeps_the_same_accounts():
+    clock = Clock()
+    speculation = Speculation(Drafted(clock, lambda most: [1] * most), 4, StepCosts(), clock)
+    assert speculation.draft(10, 0) == [1] * 4
+    speculation.count([1, 1, 1, 1, 7], 4, 5, 0, 1.5)
+    assert speculation.saved(0) is None  # what a plain step costs nobody knows yet
+    assert speculation.draft(0, 5) == []
+    speculation.count([7], 0, 1, 5, 1.0)
+    assert speculation.saved(5) == 3.5  # five tokens in the time of one and a half
+    off = Speculation(Drafted(clock, lambda most: [1] * most), 0, StepCosts(), Clock(tick=1.0))
+    assert off.draft(10, 0) == []
+    off.count([7], 0, 1, 0, 1.0)
+    assert off.saved(0) == off.looked == 0.0
