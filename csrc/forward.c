@@ -5,42 +5,16 @@
  * Nothing is allocated. All K and V of a pass are stored (rounded to the cache's type) before any row attends.
  */
 #include "exp.h"
-#include "model.h"
 #include "sample.h"
+#include "step.h"
 #include <limits.h>
+#include <math.h>
 #include <poll.h>
 #include <stdatomic.h>
 
-enum { TASKS_PER_THREAD = 4 };
-
-typedef struct step {
-    kestrel_model *model;
-    const kestrel_row *rows;
-    int32_t m;
-    kestrel_output *out;
-    int32_t row_block; /* rows of one task in phases that go by rows; even, so that a pair of rows is never split */
-    int32_t layer;
-    /* matmul */
-    const kestrel_weight *weight;
-    const float *src; /* f32 input rows and their stride, for norm, quantisation and the f32 matmul */
-    int64_t src_stride;
-    float *dst;
-    int64_t dst_stride;
-    int32_t dst_rows, tasks;
-    /* norm */
-    const float *gain, *delta;
-    const int32_t *pick; /* rows to take, or NULL for all */
-    /* attention */
-    int32_t tiles, wave_begin, wave_spans;
-} step;
+enum { TASKS_PER_THREAD = 4 }; /* of a matmul: small enough that unequal cores end together */
 
 static int32_t row_tasks(const step *s, int32_t rows) { return (rows + s->row_block - 1) / s->row_block; }
-
-static void run(step *s, kestrel_task_fn *fn, int32_t tasks)
-{
-    s->tasks = tasks;
-    kestrel_pool_run(s->model->pool, fn, s, tasks);
-}
 
 static void report_bad_row(kestrel_model *model, int32_t row)
 {
@@ -167,128 +141,6 @@ static void rope_task(void *arg, int32_t task, int32_t thread)
     }
 }
 
-/* --- attention --------------------------------------------------------------------------------------------------- */
-
-static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t span, float *states, float *work)
-{
-    const kestrel_model *m = s->model;
-    const kestrel_config *c = &m->config;
-    const int32_t group = c->n_heads / c->n_kv_heads;
-    kestrel_span a = {.type = tile->kv->type, .d = c->head_dim, .begin = span * SPAN, .queries = tile->rows * group, .q_stride = m->qkv_columns, .group = group,
-                      .q = m->qkv + (int64_t)tile->row0 * m->qkv_columns + (int64_t)tile->head * group * c->head_dim, .lo = m->lo + tile->row0,
-                      .hi = m->hi + tile->row0, .state = states, .work = work};
-    kestrel_kv_span(tile->kv, s->layer, tile->head, span, &a.k, &a.v);
-    return a;
-}
-
-static void empty_states(const step *s, const kestrel_tile *tile, float *states)
-{
-    const kestrel_config *c = &s->model->config;
-    for (int32_t i = 0; i < tile->rows * (c->n_heads / c->n_kv_heads); i++) states[i * (int64_t)(STATE_HEAD + c->head_dim)] = -INFINITY;
-}
-
-static void finish_tile(const step *s, const kestrel_tile *tile, const float *states)
-{
-    const kestrel_model *m = s->model;
-    const kestrel_config *c = &m->config;
-    const int64_t d = c->head_dim, group = c->n_heads / c->n_kv_heads;
-    for (int32_t i = 0; i < tile->rows * group; i++)
-        m->kernels.attention_finish(states + i * (STATE_HEAD + d), d,
-                                    m->attended + (tile->row0 + i / group) * c->n_heads * d + (tile->head * group + i % group) * d);
-}
-
-static int32_t first_span(const step *s, const kestrel_tile *tile) { return s->model->lo[tile->row0] / SPAN; }
-static int32_t last_span(const step *s, const kestrel_tile *tile) { return s->model->hi[tile->row0 + tile->rows - 1] / SPAN; }
-
-/* Enough tiles for all threads: one task walks all spans of its tile. */
-static void tile_task(void *arg, int32_t task, int32_t thread)
-{
-    step *s = arg;
-    kestrel_model *m = s->model;
-    const kestrel_tile *tile = &m->tiles[task];
-    float *states = m->states + (int64_t)thread * m->tile_queries * (STATE_HEAD + m->config.head_dim);
-    float *work = m->work + (int64_t)thread * m->tile_queries * SPAN;
-    empty_states(s, tile, states);
-    for (int32_t span = first_span(s, tile); span <= last_span(s, tile); span++) {
-        const kestrel_span a = span_of(s, tile, span, states, work);
-        m->kernels.attention_span(&a);
-    }
-    finish_tile(s, tile, states);
-}
-
-static float *partial_states(const step *s, int32_t tile, int32_t span)
-{
-    const kestrel_model *m = s->model;
-    return m->partials + ((int64_t)tile * WAVE + span % WAVE) * m->tile_queries * (STATE_HEAD + m->config.head_dim);
-}
-
-/* Few tiles: each span of a wave is a task with a state of its own, and merge_task joins them in the same ascending order. */
-static void span_task(void *arg, int32_t task, int32_t thread)
-{
-    step *s = arg;
-    kestrel_model *m = s->model;
-    const int32_t t = task / s->wave_spans, span = s->wave_begin + task % s->wave_spans;
-    const kestrel_tile *tile = &m->tiles[t];
-    if (span < first_span(s, tile) || span > last_span(s, tile)) return;
-    float *states = partial_states(s, t, span);
-    empty_states(s, tile, states);
-    const kestrel_span a = span_of(s, tile, span, states, m->work + (int64_t)thread * m->tile_queries * SPAN);
-    m->kernels.attention_span(&a);
-}
-
-static void merge_task(void *arg, int32_t task, int32_t thread)
-{
-    step *s = arg;
-    kestrel_model *m = s->model;
-    const kestrel_tile *tile = &m->tiles[task];
-    const int64_t state = STATE_HEAD + m->config.head_dim;
-    const int32_t queries = tile->rows * (m->config.n_heads / m->config.n_kv_heads);
-    float *states = m->wave_states + (int64_t)task * m->tile_queries * state;
-    (void)thread;
-    if (s->wave_begin <= first_span(s, tile)) empty_states(s, tile, states);
-    for (int32_t span = s->wave_begin; span < s->wave_begin + WAVE; span++) {
-        if (span < first_span(s, tile) || span > last_span(s, tile)) continue;
-        const float *partial = partial_states(s, task, span);
-        for (int32_t i = 0; i < queries; i++) m->kernels.attention_merge(states + i * state, partial + i * state, m->config.head_dim);
-    }
-    if (last_span(s, tile) < s->wave_begin + WAVE) finish_tile(s, tile, states);
-}
-
-static void attention(step *s)
-{
-    kestrel_model *m = s->model;
-    int32_t first = INT_MAX, last = 0;
-    for (int32_t t = 0; t < s->tiles; t++) {
-        if (first_span(s, &m->tiles[t]) < first) first = first_span(s, &m->tiles[t]);
-        if (last_span(s, &m->tiles[t]) > last) last = last_span(s, &m->tiles[t]);
-    }
-    if (m->threads == 1 || first == last || s->tiles > WAVE_TILES * m->threads) {
-        run(s, tile_task, s->tiles);
-        return;
-    }
-    for (s->wave_begin = first; s->wave_begin <= last; s->wave_begin += WAVE) {
-        s->wave_spans = last - s->wave_begin + 1 < WAVE ? last - s->wave_begin + 1 : WAVE;
-        run(s, span_task, s->tiles * s->wave_spans);
-        run(s, merge_task, s->tiles);
-    }
-}
-
-/* Rows of one kv and one kv head, cut so that a tile's queries fit the scratch. */
-static void cut_tiles(step *s)
-{
-    kestrel_model *m = s->model;
-    const int32_t group = m->config.n_heads / m->config.n_kv_heads, most = m->tile_queries / group;
-    s->tiles = 0;
-    for (int32_t begin = 0; begin < s->m;) {
-        int32_t end = begin + 1;
-        while (end < s->m && s->rows[end].kv == s->rows[begin].kv) end++;
-        for (int32_t row = begin; row < end; row += most)
-            for (int32_t head = 0; head < m->config.n_kv_heads; head++)
-                m->tiles[s->tiles++] = (kestrel_tile){s->rows[begin].kv, head, row, end - row < most ? end - row : most};
-        begin = end;
-    }
-}
-
 /* --- the step ------------------------------------------------------------------------------------------------------ */
 
 /* dst = src @ weight^T over `rows` rows; int8: the lhs has been filled by the phase before. */
@@ -299,7 +151,7 @@ static void matmul(step *s, int32_t rows, float *dst, int64_t dst_stride)
     s->dst = dst;
     s->dst_stride = dst_stride;
     s->dst_rows = rows;
-    run(s, matmul_task, (int32_t)(panels < most ? panels : most));
+    kestrel_run(s, matmul_task, (int32_t)(panels < most ? panels : most));
 }
 
 static void set_input(step *s, const kestrel_weight *weight, const float *src, int64_t stride)
@@ -316,7 +168,7 @@ static void norm(step *s, const float *gain, const float *delta, const int32_t *
     s->delta = delta;
     s->pick = pick;
     s->dst_rows = rows;
-    run(s, norm_task, row_tasks(s, rows));
+    kestrel_run(s, norm_task, row_tasks(s, rows));
 }
 
 /* Calibration: the range of each input channel of the matmul that reads src next. Returns where the next matmul's channels begin. */
@@ -354,8 +206,8 @@ static int32_t layers(step *s, int32_t cancel_fd)
     const kestrel_config *c = &m->config;
     const int64_t h = c->hidden_size, nd = (int64_t)c->n_heads * c->head_dim, n = c->intermediate_size;
     float *maxima = s->out ? s->out->input_maxima : NULL;
-    run(s, embed_task, row_tasks(s, s->m));
-    cut_tiles(s);
+    kestrel_run(s, embed_task, row_tasks(s, s->m));
+    kestrel_cut_tiles(s);
     for (s->layer = 0; s->layer < c->n_layers; s->layer++) {
         const kestrel_layer *l = &c->layers[s->layer];
         if (cancelled(cancel_fd)) return KESTREL_E_CANCELLED;
@@ -366,11 +218,11 @@ static int32_t layers(step *s, int32_t cancel_fd)
         /* what this norm met was made by the layer below */
         if (s->layer && not_finite(s, s->layer - 1)) return KESTREL_E_NOT_FINITE;
         matmul(s, s->m, m->qkv, m->qkv_columns);
-        run(s, rope_task, row_tasks(s, s->m));
-        attention(s);
+        kestrel_run(s, rope_task, row_tasks(s, s->m));
+        kestrel_attend(s);
 
         set_input(s, &l->o, m->attended, nd);
-        if (l->o.type == KESTREL_INT8) run(s, quantize_task, row_tasks(s, s->m));
+        if (l->o.type == KESTREL_INT8) kestrel_run(s, quantize_task, row_tasks(s, s->m));
         matmul(s, s->m, m->delta, h);
 
         set_input(s, &l->gate_up, m->normed, h);
@@ -379,7 +231,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
         matmul(s, s->m, m->gate_up, 2 * n);
 
         set_input(s, &l->down, m->gate_up, 2 * n);
-        run(s, activation_task, row_tasks(s, s->m));
+        kestrel_run(s, activation_task, row_tasks(s, s->m));
         maxima = observe(s, maxima, n, s->m);
         matmul(s, s->m, m->delta, h);
 
@@ -409,7 +261,7 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     if (not_finite(s, c->n_layers - 1)) return KESTREL_E_NOT_FINITE;
     if (s->out->input_maxima) observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
     matmul(s, rows, dst, c->vocab_size);
-    run(s, finite_task, rows);
+    kestrel_run(s, finite_task, rows);
     return not_finite(s, c->n_layers);
 }
 
