@@ -277,7 +277,7 @@ penalties = st.fixed_dictionaries({
     "logit_bias": st.dictionaries(st.integers(0, 29), numbers, max_size=5)})
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.floats(-20, 20, width=32) | st.sampled_from([0.0, -0.0, 3e38, -3e38, -math.inf, 1e-45, -1e-45]), min_size=30, max_size=40),
        penalties, st.lists(st.integers(0, 45), max_size=20), st.lists(st.integers(0, 29), max_size=20), st.integers(0, 6),
        st.lists(st.integers(0, 45), max_size=3))
