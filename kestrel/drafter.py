@@ -2,7 +2,7 @@
 """Drafters: guess the next tokens cheaply, from what is already known. A wrong guess costs time, never correctness."""
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from typing import Callable, Dict, List, Optional, Protocol, Sequence, Tuple
 
 from .suffix import SuffixAutomaton
@@ -97,7 +97,7 @@ class SuffixDrafter:
 
     @property
     def states(self) -> int:
-        """States kept: what the memory goes by; at most 1.5 * ceiling."""
+        """States kept: what the memory goes by; at most 2 * ceiling."""
         return self._automaton.states + (self._next.states if self._next else 0)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -128,11 +128,13 @@ class ReferenceText:
     """
 
     _SIZES = (8, 4, 2, 1)
+    _LOST = 4   # tokens of another text after which nothing is proposed
     _NEAR = 32  # a single token is a match only so near
 
     def __init__(self, text: Sequence[int], skip: int = 0):
         self._text, self._skip = list(text), skip
-        self._at, self._match = 0, 0
+        self._at, self._match = 0, 0  # where the text goes on, how many tokens agreed before
+        self._lost = 0  # tokens since the one that differed: the text goes on so much later, if they stand for as many of its own
         self._recent: List[int] = []
         self._ends: Dict[Tuple[int, ...], List[int]] = {}  # n-gram -> where it ends, ascending
         for end in range(1, len(self._text) + 1):
@@ -146,7 +148,7 @@ class ReferenceText:
         self._skip -= skipped
         for token in tokens[skipped:]:
             self._recent = (self._recent + [token])[-self._SIZES[0]:]
-            if self._at < len(self._text) and self._text[self._at] == token:
+            if not self._lost and self._at < len(self._text) and self._text[self._at] == token:
                 self._at += 1
                 self._match += 1
             else:
@@ -156,16 +158,20 @@ class ReferenceText:
         for size in self._SIZES:
             ends = self._ends.get(tuple(self._recent[-size:]), ()) if size <= len(self._recent) else ()
             if ends:
-                i = bisect_left(ends, self._at)
+                i = bisect_right(ends, self._at)
                 end = ends[i] if i < len(ends) else ends[-1]
-                if size > 1 or 0 <= end - self._at <= self._NEAR:
-                    self._at, self._match = end, size
+                if size > 1 or 0 < end - self._at <= self._NEAR:
+                    self._at, self._match, self._lost = end, size, 0
                     return
-        self._at, self._match = min(self._at + 1, len(self._text)), 0
+        self._match = 0
+        self._lost += 1
 
     def propose(self, most: int) -> Proposal:
         """See Drafter."""
-        return Proposal(self._text[self._at:self._at + most], "text", self._match) if most > 0 else Proposal()
+        if self._lost > self._LOST:
+            return Proposal()
+        at = self._at + self._lost
+        return Proposal(self._text[at:at + most], "text", self._match) if most > 0 else Proposal()
 
 
 class CallableDrafter:

@@ -21,7 +21,8 @@ _SAME = 0.02         # a change of a cost that is none
 _FORGET = 256        # passes after which the cost of a width that nothing used is measured anew: a bad moment must not last
 _PLAIN_EVERY = 64    # rounds after which a plain step measures its cost again though every round had a draft
 _FIRST_SLOPE = 0.15  # of c(1) a row, while no other width is known
-_LEAST_SLOPE = 0.1   # of c(1) a row, beyond the widest known
+_STEEPER = 1.5       # beyond the widest known width a row costs so much more than the rows before
+_LEAST_SLOPE = 0.03  # of c(1) a row there, at least
 _MOST_NOMINAL = 1.2  # times c(1), at most: a cost not seen yet must not loosen the cap
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
 _FIRST_REACH = 8     # tokens of the longest draft; doubles when all of one that long were right
@@ -98,8 +99,7 @@ class StepCosts:
         """Seconds by width, [1] to [MOST_WIDTH], to within 2 %; None until a plain step was measured in this context.
 
         A width that was not measured here costs what it did in a shorter context, relative to c(1); one that never was lies on the
-        line between its neighbours; beyond the widest on a line as steep as from c(1) or from the last but one, and never flatter than
-        0.1 c(1) a row.
+        line between its neighbours; beyond the widest on a line half as steep again as the one from c(1) or from the last but one.
         """
         bucket = context_bucket(past)
         context = self._contexts[bucket]
@@ -120,7 +120,7 @@ class StepCosts:
             step = (seconds - before) / (width - begin)
             curve += [before + step * i for i in range(1, width - begin)]
             curve.append(seconds)
-            slope = max(step, (seconds - plain) / (width - 1), _LEAST_SLOPE * plain)
+            slope = max(_STEEPER * max(step, (seconds - plain) / (width - 1)), _LEAST_SLOPE * plain)
         last = curve[-1]
         curve += [last + slope * i for i in range(1, MOST_WIDTH + 2 - len(curve))]
         context.curve = curve

@@ -98,6 +98,63 @@ def test_stop_may_be_given_again(path, answer):
 
 
 @pytest.mark.native_only
+def test_drafts_from_a_file_and_explained(path, answer, tmp_path):
+    """The answer itself as the text to follow; stdout is the answer, stderr a line a round and one at the end."""
+    source = tmp_path / "source"
+    source.write_bytes(answer.text.encode())
+    args = ["generate", path, "--prompt", "def add(a, b)", "--max-tokens", 20, "--draft-from", source, "--explain"]
+    for draft in ("auto", "5"):
+        code, out, err = kestrel(*args, "--draft", draft, "--json")
+        result = json.loads(out)
+        assert code == 0 and result["token_ids"] == answer.token_ids
+        lines = err.decode().splitlines()
+        assert len(lines) == result["forwards"] + 1
+        pattern = r"kestrel: (no draft|(text|suffix|lookup), match (\d+)): width (\d+), accepted (\d+), [0-9.]+ ms, ledger [+-][0-9.]+ ms"
+        rounds = [re.fullmatch(pattern, line) for line in lines[:-1]]
+        assert all(rounds), lines
+        assert sum(int(r[5]) for r in rounds) == result["accepted"] and sum(int(r[4]) - 1 for r in rounds) == result["proposed"]
+        assert lines[-1].startswith(f"kestrel: 20 tokens in {result['forwards']} forwards, ")
+        assert f"accepted {result['accepted']} of {result['proposed']} drafted, saved {20 - result['forwards']} forwards" in lines[-1]
+    assert result["forwards"] < 20 and any(r[2] == "text" for r in rounds)
+    assert kestrel(*args, "--show-drafts")[1] == (answer.text + "\n").encode()  # plain when stdout is no terminal
+
+
+@pytest.mark.native_only
+def test_drafts_shown_in_a_terminal():
+    """The model says abcde over and over; a round brings three letters that were drafted and one that was not."""
+    master, slave = os.openpty()
+    script = toy.Script([b"a", b"b", b"c", b"d", b"e"], ends=False)
+    args = [sys.executable, "-m", "kestrel", "generate", script.path, "--prompt", "abcdeabcde", "--max-tokens", "9", "--draft", "3"]
+    process = subprocess.Popen(args + ["--show-drafts"], stdout=slave, stderr=subprocess.DEVNULL)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(master, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(master)
+    assert process.wait() == 0
+    green = b"\x1b[32m%b\x1b[0m"
+    plain = subprocess.run(args, stdout=subprocess.PIPE, check=True).stdout
+    assert re.sub(rb"\x1b\[\d*m", b"", shown).replace(b"\r\n", b"\n") == plain == b"abcdeabcd\n"
+    assert shown == b"".join([green % b"a", green % b"b", green % b"c", b"d", green % b"e", green % b"a", green % b"b", b"c", b"d\r\n"])
+
+
+@pytest.mark.native_only
+def test_impossible_drafts(path, tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    refused("generate", path, "--prompt", "x", "--draft-from", tmp_path / "none", words="none: No such file")
+    refused("generate", path, "--prompt", "x", "--draft-from", tmp_path / "empty", words="expected a text to draft from, found nothing")
+    refused("generate", path, "--prompt", "x", "--draft-from", path, words="not UTF-8")
+    refused("generate", path, "--prompt", "x", "--draft", "off", "--draft-from", __file__, words="draft_from: expected draft auto or 1 to 32")
+    refused("generate", path, "--prompt", "x", "--show-drafts", "--json", words="--show-drafts: not with --json")
+
+
+@pytest.mark.native_only
 def test_chat(real_model_int8):
     messages = [{"role": "system", "content": "Answer with one word."}, {"role": "user", "content": "The capital of France?"}]
     expected = Model.load(str(real_model_int8)).generate(messages, max_tokens=12).run()

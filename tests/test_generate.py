@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import struct
 import threading
@@ -194,6 +195,94 @@ def test_an_earlier_request_never_drafts_the_next(model):
     assert again.answer() == alone.answer()
     for name in ("forwards", "proposed", "accepted", "accepted_histogram"):
         assert getattr(again.statistics, name) == getattr(alone.statistics, name)
+
+
+# --- draft auto: time chooses how much, never what ----------------------------------------------------------------------------
+
+def in_time(path, pass_seconds, look_seconds=lambda: 0.0):
+    """A model for which a pass of w rows takes pass_seconds(w), and each look at the clock look_seconds()."""
+    timed, now = Model.load(path, threads=1, chunk=512), [0.0]
+    forward = timed.forward
+
+    def clock():
+        now[0] += look_seconds()
+        return now[0]
+
+    def timed_forward(kv, tokens, wanted=0):
+        forward(kv, tokens, wanted)
+        now[0] += pass_seconds(len(tokens))
+
+    timed.clock, timed.forward = clock, timed_forward
+    return timed
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_any_clock_gives_the_same_answer(model, sampling):
+    options = dict(max_tokens=60, **SAMPLING[sampling])
+    widths = set()
+    for prompt in PROMPTS.values():
+        plain = Record(model, prompt, draft="off", **options)
+        for seed in range(6):
+            rng = random.Random(seed)
+            timed = in_time(model.packed.path, lambda rows: rng.choice([0.0, 1.0, rng.random(), 1.0 + 0.1 * rows, 20.0 * rng.random()]),
+                            lambda: rng.choice([0.0, 0.0, 1e-6, 1e-3, 0.3 * (rng.random() < 0.02)]))
+            source = (None, prompt, toy.Known(model.encode(prompt), plain.ids, 5, 1))[seed % 3]
+            automatic = Record(timed, prompt, draft="auto", draft_from=source, **options)
+            assert automatic.answer() == plain.answer(), seed
+            widths |= set(automatic.statistics.widths)
+    assert len(widths) > 4  # else it was plain decoding all the time
+
+
+def test_auto_uses_what_it_is_given(model):
+    """The whole answer as the text to follow: its rounds are few, its drafts come from there, and grow."""
+    ids = model.encode(PROMPTS["prose"])
+    plain = Record(model, ids, draft=0, max_tokens=200)
+    for source in (plain.ids, toy.Known(ids, plain.ids), lambda tokens, most: plain.ids[len(tokens) - len(ids):][:most]):
+        timed = in_time(model.packed.path, lambda rows: 1.0 + 0.02 * rows)
+        rounds = []
+        followed = Record(timed, ids, draft="auto", draft_from=source, max_tokens=200, on_round=rounds.append)
+        assert followed.answer() == plain.answer()
+        s = followed.statistics
+        assert s.forwards == len(rounds) < 30 and s.tokens == 200 and s.forwards_saved == 200 - s.forwards
+        assert [r.accepted for r in rounds] == [r.accepted for r in rounds if r.accepted in (0, r.width - 1)]
+        assert {r.source for r in rounds if r.width > 1} <= {"text", "own", "suffix"} and max(r.width for r in rounds) == 33
+        assert sum(s.widths.values()) == s.forwards and sum((w - 1) * n for w, n in s.widths.items()) == s.proposed
+        assert s.saved == pytest.approx(199 * 1.02 - s.decode, abs=1e-6)
+        assert rounds[-1].ledger == s.ledger < 0
+
+
+def test_a_fixed_length_takes_the_longest_match(model):
+    ids = model.encode(PROMPTS["prose"])
+    plain = Record(model, ids, draft=0, max_tokens=40)
+    followed = Record(model, ids, draft=4, draft_from=plain.ids, max_tokens=40)
+    assert followed.answer() == plain.answer() and followed.statistics.forwards == 8
+    assert set(followed.statistics.widths) <= {1, 2, 3, 4, 5}
+
+
+def test_spans_say_what_was_drafted(model):
+    """Pieces are cut by who made them certain; together they are the piece."""
+    ids = model.encode(PROMPTS["prose"])
+    plain = Record(model, ids, draft=0, max_tokens=40)
+    answer = model.generate(ids, draft=toy.Known(ids, plain.ids, 3, 1, model.sampled_vocab), max_tokens=40)
+    drafted = bonus = ""
+    for piece in answer:
+        assert "".join(text for text, _ in answer.spans) == piece and all(text for text, _ in answer.spans)
+        drafted += "".join(text for text, accepted in answer.spans if accepted)
+        bonus += "".join(text for text, accepted in answer.spans if not accepted)
+    assert len(drafted) + len(bonus) == len(answer.text) and drafted and bonus
+    script = toy.Script(ALPHABET)
+    answer = Model.load(script.path).generate([script.start], draft=toy.Known([script.start], script.ids, 2, 1), max_tokens=9)
+    assert [answer.spans for _ in answer] == [[("a", True), ("b", True), ("c", False)], [("d", True), ("e", True), ("f", False)],
+                                              [("g", True), ("h", True), ("i", False)]]
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"draft": "off", "draft_from": "abc"}, "draft_from: expected draft auto or 1 to 32 with it, found off"),
+    ({"draft": 0, "draft_from": "abc"}, "draft_from: expected draft auto"), ({"draft": toy.Fixed([1]), "draft_from": "abc"}, "found a Drafter"),
+    ({"draft_from": ""}, "draft_from: expected a text"), ({"draft_from": 5}, "draft_from: expected a text"), ({"draft_from": []}, "draft_from: expected")])
+def test_impossible_sources(model, options, words):
+    with pytest.raises(KestrelError, match=words):
+        model.generate("abc", **options)
 
 
 # --- where an answer ends ------------------------------------------------------------------------------------------------------

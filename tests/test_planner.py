@@ -261,9 +261,9 @@ def test_costs_between_and_beyond_what_was_measured():
     assert costs.curve(10)[1:] == pytest.approx([2.0 + 0.3 * (w - 1) for w in range(1, MOST_WIDTH + 1)])  # 0.15 c(1) a row
     costs.add(5, 20, 2.4)
     curve = costs.curve(30)
-    assert curve[1:7] == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4, 2.6])  # beyond, at least 0.1 c(1) a row
+    assert curve[1:7] == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4, 2.55])  # beyond, half as steep again
     costs.add(9, 20, 10.0)
-    assert costs.curve(0)[9:12] == pytest.approx([10.0, 11.9, 13.8])  # as steep as the last two
+    assert costs.curve(0)[9:12] == pytest.approx([10.0, 12.85, 15.7])  # the last two count, they are steeper
     assert costs.measured(5, 0) == 2.4 and costs.measured(6, 0) is None and costs.measured(5, 300) is None
 
 
@@ -288,7 +288,7 @@ def test_a_bad_moment_is_forgotten():
     for _ in range(300):
         costs.add(1, 0, 1.0)
     costs.add(2, 0, 1.1)
-    assert costs.curve(0)[5] == pytest.approx(1.4)
+    assert costs.curve(0)[5] == pytest.approx(1.55)
 
 
 def test_a_fixed_draft_keeps_the_same_accounts():
