@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Callable, Dict, List, Optional, Protocol, Sequence, Tuple
 
+from .errors import KestrelError
 from .suffix import SuffixAutomaton
 
 OWN_MATCH = 8  # a drafter of the user's that gives a plain list is trusted like a match of so many tokens, until it is known better
@@ -124,14 +125,19 @@ class ReferenceText:
 
     Follows the text from its beginning. After a token that differs it finds its place again by the longest match of the last tokens in
     the text, of equal ones the nearest onwards; until there is one it takes the token for one put in another's place.
-    skip: tokens told first (the prompt's) that are no part of the answer.
+    skip: tokens told first (the prompt's) that are no part of the answer. KestrelError: a text of more than MOST tokens (its index takes
+    about 1 KB a token).
     """
+
+    MOST = 1 << 16
 
     _SIZES = (8, 4, 2, 1)
     _LOST = 4   # tokens of another text after which nothing is proposed
     _NEAR = 32  # a single token is a match only so near
 
     def __init__(self, text: Sequence[int], skip: int = 0):
+        if len(text) > self.MOST:
+            raise KestrelError(f"draft_from: expected a text of at most {self.MOST} tokens, found {len(text)}")
         self._text, self._skip = list(text), skip
         self._at, self._match = 0, 0  # where the text goes on, how many tokens agreed before
         self._lost = 0  # tokens since the one that differed: the text goes on so much later, if they stand for as many of its own

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.drafter import OWN_MATCH, CallableDrafter, NoDraft, PromptLookup, Proposal, ReferenceText, Sources, SuffixDrafter, as_proposal
+from kestrel.errors import KestrelError
 from kestrel.suffix import SuffixAutomaton
 
 SIZES = (8, 5, 3, 2)
@@ -296,6 +297,12 @@ def test_of_equal_places_the_nearest_onwards():
 def test_another_text_is_not_drafted_for_long():
     assert [len(told(TEXT[:10], [1] * n).propose(3)) for n in range(7)] == [3, 3, 3, 3, 3, 0, 0]
     assert told(TEXT[:10], [1] * 20, TEXT[30:32]).propose(3) == TEXT[32:35]
+
+
+def test_a_text_too_long_is_refused():
+    with pytest.raises(KestrelError, match="draft_from: expected a text of at most 65536 tokens, found 65537"):
+        ReferenceText([1] * 65537)
+    assert ReferenceText([1] * 65536).propose(2) == [1, 1]
 
 
 def test_the_prompt_is_no_part_of_the_answer():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from test_drafter import lines_run, text_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel.drafter import Proposal
+from kestrel.drafter import Proposal, Sources, SuffixDrafter
 from kestrel.planner import LOSS, MOST_WIDTH, Planner, Speculation, StepCosts, Survival
 
 HOST = {1: 1.0, 2: 1.1, 5: 1.4, 8: 1.9, 16: 3.6, 33: 7.4}  # c(w)/c(1), avx2, SmolLM2-135M
@@ -154,6 +155,29 @@ def test_lookup_pauses_when_the_ledger_says_no():
     assert run.total <= 1.006 * run.plain + 1.0
     assert len(drafter.told) < 2000  # untold since the last time it was asked
     assert planner._untold + drafter.told == [-1] * 2000
+
+
+def test_a_round_is_a_few_lines_of_python_after_32k():
+    """Lookup and planning together, by counting lines: no more late than early, and few."""
+    tokens = text_like(34_000)
+    planner = Planner(Sources([SuffixDrafter()]), 32, StepCosts(), lambda: 0.0)
+    planner.tell(tokens[:2000])
+
+    def work(begin, end):
+        at = begin
+        while at < end:
+            draft = planner.draft(end - at - 1, at)
+            right = 0
+            while right < len(draft) and draft[right] == tokens[at + right]:
+                right += 1
+            planner.count(tokens[at:at + right + 1], right, len(draft) + 1, at, 1.0 + 0.1 * len(draft))
+            at += right + 1
+
+    work(2000, 2300)  # costs become known
+    early = lines_run(lambda: work(2300, 3300)) / 1000
+    planner.tell(tokens[3300:33_000])
+    late = lines_run(lambda: work(33_000, 34_000)) / 1000
+    assert late < 2 * early and late < 250
 
 
 # --- what it is for ----------------------------------------------------------------------------------------------------------
