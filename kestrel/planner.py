@@ -5,7 +5,7 @@ A pass of w rows commits at least one token, so it loses at most c(w) - c(1) aga
 D = time spent in speculative steps and in lookup - tokens they committed x current cost of a plain step
 decides: a speculative step only while D + c(w) - c(1) <= B + e * elapsed. So total time <= (plain + B) / (1 - e) whatever the text, with
 e = 0.5 % and B = c(w) - c(1) of the dearest width that this request has used, its lookup included; before that of a draft of 8 as estimated,
-1.2 c(1) at most. A width whose cost is not known yet is tried only while D <= e * elapsed.
+1.2 c(1) at most. A width whose cost is not known yet is tried only in a round that began with D <= e * elapsed.
 Time chooses how much is drafted and never what is committed.
 """
 from __future__ import annotations
@@ -268,14 +268,15 @@ class Planner(Speculation):
         most = min(most, self._reach)
         if most > 0 and self._since_plain < _PLAIN_EVERY:
             curve = self._costs.curve(past)
-            if curve is not None and self._open(curve, past):
+            free = LOSS * self.elapsed - self.ledger
+            if curve is not None and self._open(curve, past, free):
                 if self._untold:
                     self._drafter.extend(self._untold)
                     self._untold = []
                 found = (self._drafter.proposals(most) if isinstance(self._drafter, Sources)
                          else [p for p in [as_proposal(self._drafter.propose(most), most)] if p])
                 if found:
-                    draft = self._choose(found, curve, past, self.ledger + self._clock() - begin)
+                    draft = self._choose(found, curve, past, free, self._clock() - begin)
                 self._lookups = [*self._lookups[1:], self._clock() - begin]
         self._since_plain += 1
         self.looked = self._clock() - begin
@@ -283,19 +284,17 @@ class Planner(Speculation):
         self.elapsed += self.looked
         return draft
 
-    def _open(self, curve: List[float], past: int) -> bool:
-        """Whether a lookup as long as lately leaves enough for a step: of a width not used yet as B, of a known one as it costs."""
+    def _open(self, curve: List[float], past: int, free: float) -> bool:
+        """Whether a step could be allowed after a lookup as long as lately: any while nothing is owed, else a known one within B."""
         self.allowance = max(self._widest, min(curve[_NOMINAL] / curve[1] - 1.0, _MOST_NOMINAL) * curve[1])
-        free = LOSS * self.elapsed - self.ledger - sorted(self._lookups)[1]
         if free >= 0:
             return True
         width = self._costs.narrowest(past)
-        return width > 0 and curve[width] - curve[1] <= self.allowance + free
+        return width > 0 and curve[width] - curve[1] <= self.allowance + free - sorted(self._lookups)[1]
 
-    def _choose(self, found: List[Proposal], curve: List[float], past: int, ledger: float) -> Proposal:
+    def _choose(self, found: List[Proposal], curve: List[float], past: int, free: float, looked: float) -> Proposal:
         """The proposal and length with the most expected tokens a second, of equals the longest match; empty when plain is better."""
-        free = LOSS * self.elapsed - ledger
-        plain, most = curve[1], curve[1] + self.allowance + free
+        plain, most = curve[1], curve[1] + self.allowance + free - looked
         best, best_length, best_rate = found[0], 0, 1.0 / plain
         first, first_hope = found[0], -1.0
         if len(found) > 1:
