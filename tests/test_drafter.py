@@ -209,6 +209,7 @@ def lines_run(work):
     return count[0]
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookup])
 @pytest.mark.parametrize("make", [text_like, lambda n: [5] * n, lambda n: [i * i % 7 for i in range(n)]], ids=["text", "one token", "a loop"])
 def test_a_token_takes_as_many_steps_after_32k(kind, make):
@@ -228,6 +229,7 @@ def test_a_token_takes_as_many_steps_after_32k(kind, make):
     assert late < 3 * early and late < 300 * 400
 
 
+@pytest.mark.native_only
 @pytest.mark.parametrize("make", [text_like, lambda n: list(range(n)), lambda n: [5] * n], ids=["text", "all different", "one token"])
 def test_memory_has_a_ceiling(make):
     tokens = make(20_000)

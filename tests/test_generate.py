@@ -216,6 +216,7 @@ def in_time(path, pass_seconds, look_seconds=lambda: 0.0):
     return timed
 
 
+@native_only
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_any_clock_gives_the_same_answer(model, sampling):
     options = dict(max_tokens=60, **SAMPLING[sampling])
@@ -233,6 +234,7 @@ def test_any_clock_gives_the_same_answer(model, sampling):
     assert len(widths) > 4  # else it was plain decoding all the time
 
 
+@native_only
 def test_auto_uses_what_it_is_given(model):
     """The whole answer as the text to follow: its rounds are few, its drafts come from there, and grow."""
     ids = model.encode(PROMPTS["prose"])

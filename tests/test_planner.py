@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from kestrel.drafter import Proposal, Sources, SuffixDrafter
 from kestrel.planner import LOSS, MOST_WIDTH, Planner, Speculation, StepCosts, Survival
 
+pytestmark = pytest.mark.native_only  # Python alone, the same everywhere
+
 HOST = {1: 1.0, 2: 1.1, 5: 1.4, 8: 1.9, 16: 3.6, 33: 7.4}  # c(w)/c(1), avx2, SmolLM2-135M
 BOARD = {1: 1.0, 5: 1.1, 8: 1.25, 16: 2.0, 33: 4.2}
 
