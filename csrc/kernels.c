@@ -30,6 +30,13 @@ const kestrel_variant kestrel_menu[] = {
     ENTRY(matmul_int8, avx2, ISA_AVX2),
     ENTRY(attention_span, avx2, ISA_AVX2),
 #endif
+#ifdef KESTREL_HAVE_AVX512
+    ENTRY(quantize_rows, avx512, ISA_AVX512),
+    ENTRY(attention_span, avx512, ISA_AVX512),
+#endif
+#ifdef KESTREL_HAVE_AVX512_VNNI
+    ENTRY(matmul_int8, avx512_vnni, ISA_AVX512_VNNI),
+#endif
 };
 const int kestrel_menu_length = (int)(sizeof kestrel_menu / sizeof *kestrel_menu);
 

@@ -34,7 +34,7 @@ static inline int64_t panel_bytes(int32_t type, int64_t k)
 typedef struct kestrel_lhs {
     int8_t *values; /* capacity round_up(m, 8) * kp */
     float *scales;  /* capacity round_up(m, 8) * (kp / GROUP) */
-    int32_t *sums;  /* the same capacity; used by variants that need group sums (unsigned x signed dot products) */
+    int32_t *sums;  /* the same capacity; avx512_vnni: -128 times each group's sum, where its unsigned x signed dot products start */
     int64_t kp;
 } kestrel_lhs;
 
@@ -49,7 +49,7 @@ typedef struct kestrel_lhs {
  * Rows      row i alone = row i among others (bits), whatever the layout.
  * Specials  -0 quantises to 0. A zero group has scale 0.
  * Errors    none: asserts.
- * Variant   portable (auto-vectorised), neon, avx2.
+ * Variant   portable (auto-vectorised), neon, neon_i8mm (tokens in pairs), avx2, avx512 (and sums).
  * Cost      about 1 cycle an element; k elements against n k of the matmul. */
 typedef void kestrel_quantize_rows_fn(const float *src, int64_t src_stride, int64_t k, int64_t row0, int64_t m, kestrel_lhs *lhs);
 
@@ -63,7 +63,8 @@ typedef void kestrel_quantize_rows_fn(const float *src, int64_t src_stride, int6
  * Rows      row i has the same bits for every m.
  * Specials  scale 0 gives +0 sums; NaN scales travel.
  * Errors    none: asserts.
- * Variant   portable, neon (smull/smlal/sadalp), neon_dotprod (sdot by lane), neon_i8mm (smmla; own layout of lhs: tokens in pairs), avx2 (vpmaddubsw on |w|, x with w's sign).
+ * Variant   portable, neon (smull/smlal/sadalp), neon_dotprod (sdot by lane), neon_i8mm (smmla; own layout of lhs: tokens in pairs), avx2 (vpmaddubsw on |w|, x with w's sign),
+ *           avx512_vnni (vpdpbusd on w + 128).
  * Cost      n k m MACs; n k (1 + 2 / GROUP) bytes of weights, each read once for all rows when m <= 8. */
 typedef void kestrel_matmul_int8_fn(const void *data, int64_t panels, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride);
 
@@ -106,7 +107,7 @@ typedef void kestrel_silu_multiply_fn(const float *gate, const float *up, int64_
  *             N = max(max, M); a = expf_(max - N); b = expf_(M - N); L = fma(b, L', a * L); A = fma(b, A', a * A); max = N.
  *           Spans are merged in ascending order. A query without keys in the span is not touched.
  * Shapes    see kestrel_span; K and V are f32, f16 (converted exactly to f32) or int8 with one f32 scale a key, behind the span's values.
- * Memory    reads K and V rows of [min first, max last] only in value; K blocks are read whole, int8's scales in eights (dead keys
+ * Memory    reads K and V rows of [min first, max last] only in value; K blocks are read whole, int8's scales in sixteens (dead keys
  *           may hold anything, NaN included, and do not reach a result); work: queries * SPAN floats.
  * Exact     ORDERED.  Rows: a query's bits do not depend on its neighbours.
  * Specials  keys outside [lo, hi] execute no operation that can reach a result.
@@ -172,13 +173,13 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out); /* KESTREL_OK
 
 /* --- variants ---------------------------------------------------------------------------------------------------- */
 
-kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_neon_i8mm, kestrel_quantize_rows_avx2;
-kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_neon_i8mm, kestrel_matmul_int8_avx2;
+kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_neon_i8mm, kestrel_quantize_rows_avx2, kestrel_quantize_rows_avx512;
+kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_neon_i8mm, kestrel_matmul_int8_avx2, kestrel_matmul_int8_avx512_vnni;
 kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
 kestrel_norm_fn kestrel_norm_portable;
 kestrel_rope_fn kestrel_rope_portable;
 kestrel_silu_multiply_fn kestrel_silu_multiply_portable;
-kestrel_attention_span_fn kestrel_attention_span_portable, kestrel_attention_span_neon, kestrel_attention_span_avx2;
+kestrel_attention_span_fn kestrel_attention_span_portable, kestrel_attention_span_neon, kestrel_attention_span_avx2, kestrel_attention_span_avx512;
 kestrel_attention_merge_fn kestrel_attention_merge_portable;
 kestrel_attention_finish_fn kestrel_attention_finish_portable;
 

@@ -102,6 +102,7 @@ static void one_call(const problem *t, int64_t m, int64_t extra, int place, int6
     if (t->same_layout) {
         memcpy(l.values, t->own.values + first * kp, (size_t)(m * kp));
         memcpy(l.scales, t->own.scales + first * (kp / GROUP), (size_t)(m * (kp / GROUP)) * 4);
+        memcpy(l.sums, t->own.sums + first * (kp / GROUP), (size_t)(m * (kp / GROUP)) * 4);
     } else t->quantize(t->x + first * t->k, t->k, t->k, 0, m, &l);
     lhs_seal(&l);
     uint8_t *data = buffer_new((size_t)(t->panels * bytes), 64, place, 0);
