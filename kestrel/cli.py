@@ -195,9 +195,18 @@ def _quality(args: argparse.Namespace) -> int:
     return 0
 
 
+def _note(text: str) -> None:
+    print(f"kestrel: {text}", file=sys.stderr)
+
+
 def _bench(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.synthetic is None):
         raise KestrelError("bench: expected a model or --synthetic SHAPE, and not both")
+    for name in ("depths", "widths", "prefill", "decode", "buffer") if args.speculation else ("workloads", "tokens", "svg"):
+        if getattr(args, name) is not None:
+            raise KestrelError(f"--{name}: {'not' if args.speculation else 'only'} with --speculation")
+    if args.speculation:
+        return _boundary(args)
     from .bench import Plan, bench, markdown
 
     model = args.model
@@ -209,13 +218,41 @@ def _bench(args: argparse.Namespace) -> int:
     plan = Plan(**{name: value for name, value in given.items() if value is not None})
     if args.buffer is not None:
         plan = plan._replace(buffer=args.buffer << 20)
-    results = bench(model, plan, args.kv_type, progress_bar("round", "bench", scale=False), lambda text: print(f"kestrel: {text}", file=sys.stderr))
+    results = bench(model, plan, args.kv_type, progress_bar("round", "bench", scale=False), _note)
     if args.json:
         for row in results:
             _print_json(row)
     else:
         print(markdown(results))
     return 0
+
+
+def _boundary(args: argparse.Namespace) -> int:
+    from .boundary import boundary, check_picture, draw_picture, markdown
+    from .workloads import read_workloads
+
+    if args.threads is not None and len(args.threads) > 1:
+        raise KestrelError(f"--threads: expected one number with --speculation, found {len(args.threads)}")
+    if args.svg is not None:
+        check_picture(args.svg)
+    workloads = read_workloads(args.workloads) if args.workloads is not None else None
+    model = args.model
+    if model is None:
+        from .synthetic import cached_synthetic
+
+        model = cached_synthetic(args.synthetic, progress=progress_bar("B", f"make {args.synthetic}"))
+    results: List[Dict[str, Any]] = []
+    for row in boundary(model, workloads, args.tokens or 256, args.samples or (3 if workloads is None else 1), args.threads[0] if args.threads else None,
+                        args.kv_type, progress_bar("run", "speculation", scale=False), _note):
+        results.append(row)
+        if args.json:  # each as soon as it is known: the whole takes long
+            _print_json(row)
+            sys.stdout.flush()
+    if not args.json:
+        print(markdown(results))
+    if args.svg is not None:
+        draw_picture(results, args.svg)
+    return 0 if all(row["identical"] for row in results) else 1
 
 
 def _add_kv(parser: argparse.ArgumentParser) -> None:
@@ -295,11 +332,15 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the CPUs this process may use)")
     p.add_argument("--depths", type=int, nargs="+", metavar="N", help="positions in the cache before (default: 0 512 2048)")
     p.add_argument("--widths", type=_positive, nargs="+", metavar="N", help="rows of a verify pass (default: 1 2 3 4 5 8 16)")
-    p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5)")
+    p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5; with --speculation 3, with --workloads 1)")
     p.add_argument("--prefill", type=_positive, metavar="N", help="tokens of a prefill (default: 512)")
     p.add_argument("--decode", type=_positive, metavar="N", help="tokens of a decoding run (default: 32)")
     p.add_argument("--buffer", type=_positive, metavar="MIB", help="size of the bandwidth probe's own buffer (default: 256)")
     p.add_argument("--kv", "--kv-type", dest="kv_type", metavar="TYPE", help="type of the cache: f16, f32 or int8 (default: the model's)")
+    p.add_argument("--speculation", action="store_true", help="instead, where speculation pays: draft off, auto and fixed on eight kinds of text")
+    p.add_argument("--workloads", metavar="DIR", help="with --speculation, other prompts: *.jsonl in Spec-Bench's form (category, turns), or one such file")
+    p.add_argument("--tokens", type=_positive, metavar="N", help="with --speculation, most tokens of an answer (default: 256)")
+    p.add_argument("--svg", metavar="FILE", help="with --speculation, a picture of it (needs matplotlib)")
     p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
     p.set_defaults(run=_bench)
     return parser
