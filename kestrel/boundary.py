@@ -360,7 +360,7 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
         axes.legend(loc="upper left")
         try:
             with tempfile.TemporaryDirectory(dir=os.path.dirname(path) or ".") as folder:
-                figure.savefig(os.path.join(folder, "picture"), format="svg", metadata={"Date": None})
+                figure.savefig(os.path.join(folder, "picture"), format="svg", metadata={"Date": None, "Creator": "kestrel"})
                 os.replace(os.path.join(folder, "picture"), path)
         except OSError as error:
             raise KestrelError(f"{path}: {error.strerror or error}") from None
