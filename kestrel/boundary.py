@@ -344,11 +344,12 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
         right = 1.15 * max([2.0] + [r["tokens_per_forward"] for r in points])
         axes.plot([0.9, right], [0.92 * 0.9, 0.92 * right], linestyle="--", color="0.4", label="0.92 x tokens per forward")
         axes.axhline(1.0, color="0.4", label="as fast as without")
-        for r in points:
+        for i, r in enumerate(sorted(points, key=lambda r: -r["tokens_per_forward"])):
             axes.plot([r["tokens_per_forward"]], [r["ratio"]], marker="s" if r["drafter"] else "D" if r["workload"] == "overall" else "o",
                       color="tab:red" if r["ratio"] < 0.99 else "tab:blue", gid="workload-" + r["workload"].replace(" ", "-"))
-            axes.annotate(r["workload"] + (" (loops)" if r["loops"] else ""), (r["tokens_per_forward"], r["ratio"]), xytext=(5, 4),
-                          textcoords="offset points", fontsize=8)
+            left = i % 2 == 0  # marks lie along a line: neighbours have their names on opposite sides of it
+            axes.annotate(r["workload"] + (" (loops)" if r["loops"] else ""), (r["tokens_per_forward"], r["ratio"]), xytext=(-6, 5) if left else (6, -9),
+                          textcoords="offset points", fontsize=8, horizontalalignment="right" if left else "left")
         if right > 4:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)

@@ -10,6 +10,8 @@ import xml.etree.ElementTree
 
 import pytest
 
+import toy
+
 from kestrel import cli
 from kestrel import boundary as boundary_module
 from kestrel.boundary import LENGTHS, Scripted, boundary, draw_picture, in_loop, markdown, worst_window
@@ -18,6 +20,8 @@ from kestrel.generate import Model
 from kestrel.model import ForwardModel
 from kestrel.toy import CONFIG, write_toy
 from kestrel.workloads import Workload, builtin_workloads, read_workloads
+
+pytestmark = pytest.mark.native_only  # Python alone, the same everywhere
 
 TEXTS = [Workload("copy", [("abcabcabcabc",), ("one two one two",)]), Workload("talk", [("hello", "and then?")])]
 WRONG = Workload("hostile", [("a tale of x",)], "wrong")
@@ -32,6 +36,12 @@ def path(tmp_path_factory):
     return where
 
 
+@pytest.fixture(scope="module")
+def looping():
+    """A model that says the same six tokens again and again."""
+    return toy.Script([b"one", b" two", b" three", b" four", b" five", b" six"], ends=False).path
+
+
 @pytest.fixture
 def counting_clock(monkeypatch):
     """A pass takes 1 and ROW a row beyond the first; nothing else takes time."""
@@ -44,6 +54,7 @@ def counting_clock(monkeypatch):
 
     monkeypatch.setattr(ForwardModel, "forward", counted)
     monkeypatch.setattr(boundary_module._Model, "clock", staticmethod(lambda: now[0]))
+    return now
 
 
 def run(path, workloads, **settings):
@@ -156,6 +167,31 @@ def test_a_drafter_that_is_always_wrong(path, counting_clock):
     assert row["best_fixed"] == "2"
 
 
+def test_nothing_mends_what_a_wrong_drafter_breaks(looping, counting_clock):
+    """The session's own lookup would guess this text."""
+    prompt = [("say it",)]
+    plain, hostile = run(looping, [Workload("plain", prompt)], tokens=120)[0], run(looping, [Workload("hostile", prompt, "wrong")], tokens=120)[0]
+    assert plain["fixed"]["4"]["tokens_per_forward"] > 3 and plain["tokens_per_forward"] > 3
+    assert hostile["tokens_per_forward"] == 1.0 and {f["tokens_per_forward"] for f in hostile["fixed"].values()} == {1.0}
+    assert plain["identical"] and hostile["identical"]
+
+
+def test_lookup_is_a_share_of_the_time(path, counting_clock, monkeypatch):
+    propose = Scripted.propose
+
+    def slow(drafter, most):
+        counting_clock[0] += 0.01
+        return propose(drafter, most)
+
+    monkeypatch.setattr(Scripted, "propose", slow)
+    for work in (WRONG, RIGHT):
+        row = run(path, [work], tokens=256)[0]
+        seconds = 255 / row["on"]
+        passes = row["forwards"] + ROW * row["proposed"]
+        assert 0 < row["lookup_share"] == pytest.approx((seconds - passes) / seconds, rel=1e-6)
+        assert row["ratio"] >= 0.99
+
+
 def test_a_drafter_that_is_always_right(path, counting_clock):
     row = run(path, [RIGHT], tokens=256)[0]
     assert row["identical"] and row["accepted"] == row["proposed"] > 0
@@ -221,14 +257,11 @@ def test_degenerate_loops():
     assert not in_loop(list(range(2000, 2017)) * 8)
 
 
-def test_loops_are_marked(path, monkeypatch):
-    """The toy's answers may or may not loop: what counts is that each verdict is that of its own bytes."""
-    row = run(path, [Workload("many", [(f"{c * 3}",) for c in "abcdefgh"])], tokens=200)[0]
-    model = Model.load(path, threads=1)
-    expected = [in_loop(model.generate(c * 3 + "\n\n", max_tokens=200, draft="off").run().token_ids) for c in "abcdefgh"]
-    assert [p["loop"] for p in row["prompts"]] == expected and row["loops"] == sum(expected)
+def test_loops_are_marked(path, looping, monkeypatch):
+    row = run(looping, [Workload("say", [("say it",)])], tokens=120)[0]
+    assert row["loops"] == 1 and row["prompts"][0]["loop"] and row["ratio_without_loops"] is None and "1 of 1 (without: -)" in markdown([row])
+    first = Model.load(path, threads=1).generate("aaa\n\n", max_tokens=20, draft="off").run().token_ids
     monkeypatch.setattr(boundary_module, "in_loop", lambda ids: ids == first)
-    first = model.generate("aaa\n\n", max_tokens=20, draft="off").run().token_ids
     row = run(path, [Workload("two", [("aaa",), ("bbb",)])], tokens=20)[0]
     assert row["loops"] == 1 and row["ratio_without_loops"] == row["prompts"][1]["ratio"]
     assert "1 of 2 (without: " in markdown([row])
@@ -335,7 +368,6 @@ def test_without_matplotlib_nothing_is_measured(path, tmp_path, capsys, monkeypa
     assert said.err == "kestrel: --svg: expected matplotlib, found none: pip install 'kestrel[plot]'\n"
 
 
-@pytest.mark.native_only
 def test_the_picture_has_a_mark_for_each_workload(path, tmp_path):
     rows = run(path, [*TEXTS, WRONG, RIGHT])
     target = tmp_path / "picture.svg"
