@@ -198,6 +198,7 @@ def test_command_line_takes_the_type(paths, root):
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "int3" in refused.stderr
 
 
+@pytest.mark.native_only
 def test_quality_measures_the_type(paths):
     """Against itself in f32 the same weights differ by the cache's rounding alone: int8 more than f16, neither much."""
     text = "A short text, to be read by the byte. " * 5
