@@ -3,7 +3,7 @@
 
 A pass of w rows commits at least one token, so it loses at most c(w) - c(1) against a plain step. The ledger
 D = time spent in speculative steps and in lookup - tokens they committed x current cost of a plain step
-decides: a speculative step only while D + c(w) - c(1) <= B + e * elapsed. So total time <= (plain + B) / (1 - e) whatever the text, with
+decides: a speculative step only while D + c(w) - c(1) <= B + e * elapsed. So total time is bounded whatever the text, with
 e = 0.5 % and B = c(w) - c(1) of the dearest width that this request has used, its lookup included; before that of a draft of 8 as estimated,
 1.2 c(1) at most. A width whose cost is not known yet is tried only in a round that began with D <= e * elapsed.
 Time chooses how much is drafted and never what is committed.
@@ -25,6 +25,7 @@ _STEEPER = 1.5       # beyond the widest known width a row costs so much more th
 _LEAST_SLOPE = 0.03  # of c(1) a row there, at least
 _MOST_NOMINAL = 1.2  # times c(1), at most: a cost not seen yet must not loosen the cap
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
+_SLACK = 0.05        # S, of c(1)
 _FIRST_REACH = 8     # tokens of the longest draft; doubles when all of one that long were right
 
 
@@ -269,6 +270,8 @@ class Planner(Speculation):
         if most > 0 and self._since_plain < _PLAIN_EVERY:
             curve = self._costs.curve(past)
             free = LOSS * self.elapsed - self.ledger
+            if curve is not None and not self._costs.narrowest(past):
+                free += _SLACK * curve[1]
             if curve is not None and self._open(curve, past, free):
                 if self._untold:
                     self._drafter.extend(self._untold)

@@ -64,6 +64,7 @@ class Run:
     def __init__(self, planner, clock, cost, tokens, right, bonus=-1):
         self.total = self.plain = self.most_lookup = self.most_extra = self.allowance = 0.0
         self.rounds = []
+        self.slack = max(cost(1, position) for position in range(tokens)) / 20
         position, begin = 0, clock.now
         while position < tokens:
             at = clock.now
@@ -85,8 +86,8 @@ class Run:
 
     @property
     def cap(self):
-        """(plain + B) / (1 - e), B the dearest verification with its lookup, the first one's allowance at least."""
-        return (self.plain + max(self.most_extra, self.allowance) + 2 * self.most_lookup) / (1 - LOSS)
+        """(plain + B + S) / (1 - e), B the dearest verification with its lookup, the first one's allowance at least; S = c(1) / 20."""
+        return (self.plain + max(self.most_extra, self.allowance) + self.slack + 2 * self.most_lookup) / (1 - LOSS)
 
     def widths(self, begin=0):
         return [r.width for position, r in self.rounds if position >= begin]
