@@ -2,10 +2,9 @@
  *
  * Scores: lanes are keys, 32 keys x QUERIES queries a tile, so that a converted K vector serves several queries. Values: lanes are d,
  * 32 of them x QUERIES queries; keys that all queries of the tile see go together, the others query by query, each in ascending order. */
-#include "exp.h"
 #include "kernels.h"
+#include "simd_x86.h"
 #include <assert.h>
-#include <immintrin.h>
 
 enum { QUERIES = 3, MOST_D = 512 };
 
@@ -13,24 +12,6 @@ static inline __attribute__((always_inline)) __m256 load(const void *p, int32_t 
 {
     if (type == KESTREL_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const int8_t *)p + i))));
     return type == KESTREL_F32 ? _mm256_loadu_ps((const float *)p + i) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + i)));
-}
-
-/* kestrel_expf, step by step; max_ps gives its second operand when the first is NaN. */
-static inline __m256 expf8(__m256 x0)
-{
-    const __m256 low = _mm256_set1_ps(EXPF_LOW), magic = _mm256_set1_ps(EXPF_MAGIC);
-    const __m256 x = _mm256_min_ps(_mm256_max_ps(x0, low), _mm256_set1_ps(EXPF_HIGH));
-    const __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(EXPF_LOG2E), magic), n = _mm256_sub_ps(t, magic);
-    const __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-EXPF_LN2_LO), _mm256_fmadd_ps(n, _mm256_set1_ps(-EXPF_LN2_HI), x));
-    __m256 p = _mm256_set1_ps(EXPF_C0);
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C1));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C2));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C3));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C4));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(EXPF_C5));
-    p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
-    const __m256i y = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_and_ps(_mm256_cmp_ps(x0, low, _CMP_GE_OQ), _mm256_castsi256_ps(y));
 }
 
 /* Scores of one K block for n queries; dead keys give dead scores, which nothing reads. scale: of the block's keys, or NULL. */
@@ -100,7 +81,7 @@ static float softmax(float *score, int32_t first, int32_t last, const float *sca
     for (int32_t j = from; j <= last; j += 8) {
         const __m256i index = _mm256_add_epi32(lane, _mm256_set1_epi32(j));
         const __m256 seen = _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index)));
-        const __m256 p = expf8(_mm256_sub_ps(_mm256_loadu_ps(score + j), _mm256_set1_ps(max)));
+        const __m256 p = kestrel_expf8(_mm256_sub_ps(_mm256_loadu_ps(score + j), _mm256_set1_ps(max)));
         sum = _mm256_blendv_ps(sum, _mm256_add_ps(sum, p), seen);
         _mm256_storeu_ps(score + j, scale ? _mm256_mul_ps(p, _mm256_loadu_ps(scale + j)) : p);
     }

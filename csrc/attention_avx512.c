@@ -4,10 +4,9 @@
  * and then the upper half), values 16 d at a time and a last 8 in half a vector. Up to 8 queries share each converted K and V vector.
  * Not run on hardware yet: no machine of ours has AVX-512. Its bytes are proven with SIMDe in the instructions' place
  * (tests/test_simde.py); no speed is claimed. */
-#include "exp.h"
 #include "kernels.h"
+#include "simd_x86.h"
 #include <assert.h>
-#include <immintrin.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -25,24 +24,6 @@ INLINE __m256 load_8(const void *p, int32_t type, int64_t i)
 {
     if (type == KESTREL_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const int8_t *)p + i))));
     return type == KESTREL_F32 ? _mm256_loadu_ps((const float *)p + i) : _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)p + i)));
-}
-
-/* kestrel_expf, step by step; max_ps gives its second operand when the first is NaN. */
-static inline __m512 expf16(__m512 x0)
-{
-    const __m512 low = _mm512_set1_ps(EXPF_LOW), magic = _mm512_set1_ps(EXPF_MAGIC);
-    const __m512 x = _mm512_min_ps(_mm512_max_ps(x0, low), _mm512_set1_ps(EXPF_HIGH));
-    const __m512 t = _mm512_fmadd_ps(x, _mm512_set1_ps(EXPF_LOG2E), magic), n = _mm512_sub_ps(t, magic);
-    const __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-EXPF_LN2_LO), _mm512_fmadd_ps(n, _mm512_set1_ps(-EXPF_LN2_HI), x));
-    __m512 p = _mm512_set1_ps(EXPF_C0);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXPF_C1));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXPF_C2));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXPF_C3));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXPF_C4));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXPF_C5));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
-    const __m512i y = _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23));
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x0, low, _CMP_GE_OQ), _mm512_castsi512_ps(y));
 }
 
 /* Scores of `vectors` times 16 keys from `key` on, for n queries; dead keys give dead scores, which nothing reads. */
@@ -95,7 +76,7 @@ static float softmax(float *score, int32_t first, int32_t last, const float *sca
         const unsigned begin = j < first ? first - j : 0, end = last - j < 15 ? last - j : 15;
         const __mmask16 live = (__mmask16)((0xffffu << begin) & (0xffffu >> (15 - end)));
         /* dead lanes add +0, which leaves a sum of p >= 0 as it is */
-        const __m512 p = _mm512_maskz_mov_ps(live, expf16(_mm512_sub_ps(_mm512_loadu_ps(score + j), _mm512_set1_ps(max))));
+        const __m512 p = _mm512_maskz_mov_ps(live, kestrel_expf16(_mm512_sub_ps(_mm512_loadu_ps(score + j), _mm512_set1_ps(max))));
         sum = _mm256_add_ps(_mm256_add_ps(sum, _mm512_castps512_ps256(p)), _mm512_extractf32x8_ps(p, 1));
         _mm512_storeu_ps(score + j, scale ? _mm512_mul_ps(p, _mm512_loadu_ps(scale + j)) : p);
     }

@@ -2,17 +2,10 @@
  *
  * Scores: lanes are keys, fma ascending over d. Softmax: lanes are keys, the eight partial sums are two registers. Values: lanes are
  * d, fma ascending over keys; keys outside a query's range are never visited. Both tiles are n queries x V vectors of 4, n V <= 16. */
-#include "exp.h"
 #include "kernels.h"
-#include <arm_neon.h>
+#include "simd_neon.h"
 #include <assert.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
 enum { TILE = 8, MAX_D = 512 };
 /* Vectors a tile of n queries is wide: 10 to 16 chains of fma hide its latency, 1 query gets along with 8. */
 INLINE int width(int n) { return n <= 2 ? 8 : n <= 4 ? 4 : 2; }
@@ -86,24 +79,6 @@ INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t 
     }
 }
 
-/* kestrel_expf's steps. maxnm takes the number when the other is NaN, as exp.h's comparison does. */
-INLINE float32x4_t expf4(float32x4_t x0)
-{
-    const float32x4_t magic = vdupq_n_f32(EXPF_MAGIC), low = vdupq_n_f32(EXPF_LOW);
-    const float32x4_t x = vminnmq_f32(vmaxnmq_f32(x0, low), vdupq_n_f32(EXPF_HIGH));
-    const float32x4_t t = vfmaq_f32(magic, x, vdupq_n_f32(EXPF_LOG2E)), n = vsubq_f32(t, magic);
-    const float32x4_t r = vfmaq_f32(vfmaq_f32(x, n, vdupq_n_f32(-EXPF_LN2_HI)), n, vdupq_n_f32(-EXPF_LN2_LO));
-    float32x4_t p = vdupq_n_f32(EXPF_C0);
-    p = vfmaq_f32(vdupq_n_f32(EXPF_C1), p, r);
-    p = vfmaq_f32(vdupq_n_f32(EXPF_C2), p, r);
-    p = vfmaq_f32(vdupq_n_f32(EXPF_C3), p, r);
-    p = vfmaq_f32(vdupq_n_f32(EXPF_C4), p, r);
-    p = vfmaq_f32(vdupq_n_f32(EXPF_C5), p, r);
-    p = vaddq_f32(vfmaq_f32(r, p, vmulq_f32(r, r)), vdupq_n_f32(1.0f));
-    const uint32x4_t y = vaddq_u32(vreinterpretq_u32_f32(p), vshlq_n_u32(vreinterpretq_u32_f32(t), 23));
-    return vreinterpretq_f32_u32(vandq_u32(y, vcgeq_f32(x0, low)));
-}
-
 /* Scores of keys [first, last] -> p, times `scale` if any, in place; state[0] = max, state[8..15] = L. Lanes of other keys take part as
  * -Inf and as +0. */
 static void softmax(float *score, int32_t first, int32_t last, const float *scale, float *state)
@@ -129,7 +104,7 @@ static void softmax(float *score, int32_t first, int32_t last, const float *scal
     for (int32_t j = first & ~7; j <= last; j += 8) {
         const int32x4_t k0 = vaddq_s32(lane0, vdupq_n_s32(j)), k1 = vaddq_s32(lane1, vdupq_n_s32(j));
         const uint32x4_t live0 = vandq_u32(vcgeq_s32(k0, from), vcleq_s32(k0, to)), live1 = vandq_u32(vcgeq_s32(k1, from), vcleq_s32(k1, to));
-        const float32x4_t p0 = expf4(vsubq_f32(vld1q_f32(score + j), m)), p1 = expf4(vsubq_f32(vld1q_f32(score + j + 4), m));
+        const float32x4_t p0 = kestrel_expf4(vsubq_f32(vld1q_f32(score + j), m)), p1 = kestrel_expf4(vsubq_f32(vld1q_f32(score + j + 4), m));
         const float32x4_t q0 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p0), live0));
         const float32x4_t q1 = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(p1), live1));
         vst1q_f32(score + j, scale ? vmulq_f32(q0, vld1q_f32(scale + j)) : q0);

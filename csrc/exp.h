@@ -16,7 +16,8 @@
 #define EXPF_LOW -87.0f
 #define EXPF_HIGH 88.0f
 #define EXPF_LOG2E 1.44269504088896341f
-#define EXPF_MAGIC 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, half to even */
+#define ROUND_MAGIC 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer, half to even, which the low bits then hold */
+#define ROUND_BITS 0x4b400000u  /* the magic number itself: what to take off those bits */
 #define EXPF_LN2_HI 0.693359375f
 #define EXPF_LN2_LO -2.12194440e-4f
 #define EXPF_C0 1.9875691500e-4f
@@ -34,7 +35,7 @@ static inline float kestrel_expf(float x0)
 {
     float x = x0 > EXPF_LOW ? x0 : EXPF_LOW;
     x = x < EXPF_HIGH ? x : EXPF_HIGH;
-    const float t = fmaf(x, EXPF_LOG2E, EXPF_MAGIC), n = t - EXPF_MAGIC;
+    const float t = fmaf(x, EXPF_LOG2E, ROUND_MAGIC), n = t - ROUND_MAGIC;
     const float r = fmaf(n, -EXPF_LN2_LO, fmaf(n, -EXPF_LN2_HI, x));
     float p = EXPF_C0;
     p = fmaf(p, r, EXPF_C1);

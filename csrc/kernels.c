@@ -16,6 +16,8 @@ const kestrel_variant kestrel_menu[] = {
 #ifdef KESTREL_HAVE_NEON
     ENTRY(quantize_rows, neon, ISA_NEON),
     ENTRY(matmul_int8, neon, ISA_NEON),
+    ENTRY(norm, neon, ISA_NEON),
+    ENTRY(silu_multiply, neon, ISA_NEON),
     ENTRY(attention_span, neon, ISA_NEON),
 #endif
 #ifdef KESTREL_HAVE_NEON_DOTPROD
@@ -28,6 +30,8 @@ const kestrel_variant kestrel_menu[] = {
 #ifdef KESTREL_HAVE_AVX2
     ENTRY(quantize_rows, avx2, ISA_AVX2),
     ENTRY(matmul_int8, avx2, ISA_AVX2),
+    ENTRY(norm, avx2, ISA_AVX2),
+    ENTRY(silu_multiply, avx2, ISA_AVX2),
     ENTRY(attention_span, avx2, ISA_AVX2),
 #endif
 #ifdef KESTREL_HAVE_AVX512

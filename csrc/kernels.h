@@ -81,18 +81,21 @@ typedef void kestrel_matmul_f32_fn(const void *data, int64_t panels, int64_t k, 
  *           joined by s[j] += s[j + 8], += s[j + 4], += s[j + 2], += s[j + 1]; r = 1 / sqrtf(s[0] / n + eps); dst[i] = (x[i] * r) * gain[i].
  * Shapes    one row of n floats; dst may not overlap x.
  * Exact     ORDERED.  Returns false when the sum is not finite (NaN, Inf or overflow in x): the caller names layer and row.
- * Variant   portable. */
+ * Variant   portable, neon, avx2.
+ * Cost      two passes over a row; the sum waits for its own chains of fma. */
 typedef bool kestrel_norm_fn(float *x, const float *delta, const float *gain, int64_t n, float eps, float *dst);
 
 /* rope (Su et al. 2021, the half-split form of Hugging Face's Llama)
  * Computes  for i < d / 2: a = x[i], b = x[i + d / 2]: x[i] = fma(a, c, -(b * s)), x[i + d / 2] = fma(b, c, a * s); c, s = table.
  * Shapes    `heads` heads of d floats, contiguous; cos, sin [d / 2].
- * Exact     ORDERED.  Variant: portable. */
+ * Exact     ORDERED.
+ * Variant   portable, auto-vectorised. By hand: avx2 1.04 times as fast (checkasm --bench rope), NEON 12.5 instructions for 4 pairs where gcc
+ *           has 14; a token spends a thousandth of its time here. */
 typedef void kestrel_rope_fn(float *x, int64_t heads, int64_t d, const float *cosine, const float *sine);
 
 /* silu_multiply
  * Computes  dst[i] = (g / (1 + expf_(-g))) * u with kestrel_expf (exp.h).
- * Exact     ORDERED.  In place on gate is allowed. Variant: portable (auto-vectorised). */
+ * Exact     ORDERED.  In place on gate is allowed. Variant: portable, neon, avx2. */
 typedef void kestrel_silu_multiply_fn(const float *gate, const float *up, int64_t n, float *dst);
 
 /* attention: one span (SPAN keys at absolute positions [span * SPAN, ...)) for a tile of queries of one kv head.
@@ -176,9 +179,9 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out); /* KESTREL_OK
 kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_neon_i8mm, kestrel_quantize_rows_avx2, kestrel_quantize_rows_avx512;
 kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_neon_i8mm, kestrel_matmul_int8_avx2, kestrel_matmul_int8_avx512_vnni;
 kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
-kestrel_norm_fn kestrel_norm_portable;
+kestrel_norm_fn kestrel_norm_portable, kestrel_norm_neon, kestrel_norm_avx2;
 kestrel_rope_fn kestrel_rope_portable;
-kestrel_silu_multiply_fn kestrel_silu_multiply_portable;
+kestrel_silu_multiply_fn kestrel_silu_multiply_portable, kestrel_silu_multiply_neon, kestrel_silu_multiply_avx2;
 kestrel_attention_span_fn kestrel_attention_span_portable, kestrel_attention_span_neon, kestrel_attention_span_avx2, kestrel_attention_span_avx512;
 kestrel_attention_merge_fn kestrel_attention_merge_portable;
 kestrel_attention_finish_fn kestrel_attention_finish_portable;

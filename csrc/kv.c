@@ -102,7 +102,7 @@ static float quantize_row(const float *x, int64_t d, int8_t *q)
         return finite ? 0.0f : kestrel_bits_f32(0x7fc00000u);
     }
     const float r = 127.0f / a;
-    for (int64_t c = 0; c < d; c++) q[c] = (int8_t)(kestrel_f32_bits(x[c] * r + 12582912.0f) - 0x4b400000u); /* + 1.5 * 2^23: half to even */
+    for (int64_t c = 0; c < d; c++) q[c] = (int8_t)(kestrel_f32_bits(x[c] * r + ROUND_MAGIC) - ROUND_BITS);
     return a / 127.0f;
 }
 

@@ -3,15 +3,9 @@
  * Two products of at most 127 * 127 fit int16, so every smull + smlal pair (8 k) is widened by one sadalp. An accumulator holds two
  * rows, two partial sums each; one addp a group joins them. Lanes are rows: the order of float operations is the contract's. */
 #include "kernels.h"
-#include <arm_neon.h>
+#include "simd_neon.h"
 #include <assert.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
 enum { TILE = 4, AHEAD = 1024 /* bytes: past a DRAM latency at the stream's pace */ };
 
 /* The hot loop's instructions stay where they are written: left to itself gcc 12 hoists loads over the register file and spills

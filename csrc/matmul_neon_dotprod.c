@@ -4,21 +4,14 @@
  * order of float operations of an output is the contract's whatever the tile. Five tokens fill the register file (10 sums, 10
  * accumulators, 5 tokens, 4 weights, 1 constant); 8 rows x 8 tokens as two halves of the rows loads too much (62 % of peak). */
 #include "kernels.h"
-#include <arm_neon.h>
+#include "simd_neon.h"
 #include <assert.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
 enum { TILE = 5, AHEAD = 1536 /* bytes: past a DRAM latency at the stream's pace */ };
 
 /* Sums start at the bits of 1.5 * 2^23: read as a float they then are 1.5 * 2^23 + sum, exactly (|sum| < 2^22), and one subtraction
  * converts. scvtf occupies its one pipe for two cycles, a mov to clear a register a slot of either: the constant is loaded. */
-#define MAGIC 12582912.0f
-static const int32_t magic_bits[8] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+static const int32_t magic_bits[8] = {ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS};
 _Static_assert(127 * 127 * GROUP < 1 << 22, "a group's sum must stay below 2^22");
 
 /* Loads stay where they are written: left to itself gcc 12 hoists them over the register file and spills (52 % of peak at 4 tokens). */
@@ -57,7 +50,7 @@ INLINE void tile(const uint8_t *panel, const kestrel_lhs *lhs, int64_t row, floa
     const float16_t *scale_w = (const float16_t *)panel;
     const int8_t *w = (const int8_t *)panel + panel_scale_bytes(kp), *x[TILE];
     const float *scale_x[TILE];
-    const float32x4_t magic = vdupq_n_f32(MAGIC);
+    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC);
     float32x4_t acc[TILE][2];
     UNROLL
     for (int t = 0; t < tokens; t++) {

@@ -9,21 +9,14 @@
  * Lost: 8 rows x 6 pairs as two halves of the rows 61 %, vmmlaq_s32 and a statement each smmla (gcc's moves: 50 to 52 % at 8),
  * post-index ldp (39 cycles a group instead of 29 at 1 token). */
 #include "kernels.h"
-#include <arm_neon.h>
+#include "simd_neon.h"
 #include <assert.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
 enum { TILE = 4 /* pairs */, FEW = 2 /* pairs */, AHEAD = 2048, CHUNK = 24 /* groups */ };
 
 /* As in matmul_neon_dotprod.c: sums start at the bits of 1.5 * 2^23, one subtraction converts them. */
-#define MAGIC 12582912.0f
-static const int32_t magic_bits[8] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+static const int32_t magic_bits[8] = {ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS};
 _Static_assert(127 * 127 * GROUP < 1 << 22 && GROUP % 8 == 0, "a group's sum must stay below 2^22");
 
 void kestrel_quantize_rows_neon_i8mm(const float *src, int64_t src_stride, int64_t k, int64_t row0, int64_t m, kestrel_lhs *lhs)
@@ -92,7 +85,7 @@ INLINE void few_rows(const uint8_t *panel, const kestrel_lhs *lhs, float *dst, i
     const float16_t *scale_w = (const float16_t *)panel;
     const int8_t *w = (const int8_t *)panel + panel_scale_bytes(kp), *x = lhs->values;
     const float *scale_x = lhs->scales;
-    const float32x4_t magic = vdupq_n_f32(MAGIC);
+    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC);
     float32x4_t acc[2 * FEW][2];
     UNROLL
     for (int t = 0; t < tokens; t++) acc[t][0] = acc[t][1] = vdupq_n_f32(0.0f);
@@ -200,7 +193,7 @@ INLINE void tile(const int8_t *w, const float16_t *scale_w, const zipped *z, int
     const float *scale_z = z ? z->scales[0][0] : NULL;
     const int8_t *x[TILE];
     const float *scale_x[TILE];
-    const float32x4_t magic = vdupq_n_f32(MAGIC);
+    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC);
     float32x4_t acc[TILE][4];
     if (z) w = z->w;
     dst += row * dst_stride;

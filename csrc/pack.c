@@ -25,7 +25,7 @@ static void quantize_group(const float *x, int64_t count, uint16_t *scale, int8_
     for (int64_t j = 0; j < GROUP; j++) {
         float y = j < count && s > 0.0f ? x[j] / s : 0.0f;
         y = y > 127.0f ? 127.0f : y < -127.0f ? -127.0f : y;
-        q[j] = (int8_t)(kestrel_f32_bits(y + 12582912.0f) - 0x4b400000u);
+        q[j] = (int8_t)(kestrel_f32_bits(y + ROUND_MAGIC) - ROUND_BITS);
     }
 }
 

@@ -23,7 +23,7 @@ void kestrel_quantize_rows_portable(const float *src, int64_t src_stride, int64_
             if (zero || !finite) continue;
             const float r = 127.0f / a;
             for (int64_t j = begin; j < begin + count; j++)
-                q[j] = (int8_t)(kestrel_f32_bits(x[j] * r + 12582912.0f) - 0x4b400000u); /* + 1.5 * 2^23: to integer, half to even */
+                q[j] = (int8_t)(kestrel_f32_bits(x[j] * r + ROUND_MAGIC) - ROUND_BITS);
         }
     }
 }

@@ -1,24 +1,15 @@
 /* quantize_rows, avx2 (contract in kernels.h). SPDX-License-Identifier: Apache-2.0 */
-#include "exp.h"
 #include "kernels.h"
-#include <immintrin.h>
+#include "simd_x86.h"
 
 enum { VECTORS = GROUP / 8 };
-
-static inline uint32_t largest(__m256i v)
-{
-    __m128i a = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0x4e));
-    a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0xb1));
-    return (uint32_t)_mm_cvtsi128_si32(a);
-}
 
 static inline void group(const float *x, int8_t *q, float *scale)
 {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256i most = _mm256_setzero_si256();
     for (int j = 0; j < VECTORS; j++) most = _mm256_max_epu32(most, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 8 * j)), magnitude));
-    const uint32_t bits = largest(most);
+    const uint32_t bits = kestrel_largest8(most);
     const float a = kestrel_bits_f32(bits);
     const bool finite = bits < 0x7f800000u, zero = finite && a < 1e-30f;
     *scale = zero ? 0.0f : a / 127.0f;
@@ -26,8 +17,8 @@ static inline void group(const float *x, int8_t *q, float *scale)
         memset(q, 0, GROUP);
         return;
     }
-    const __m256 r = _mm256_set1_ps(127.0f / a), magic = _mm256_set1_ps(12582912.0f);
-    const __m256i base = _mm256_set1_epi32(0x4b400000);
+    const __m256 r = _mm256_set1_ps(127.0f / a), magic = _mm256_set1_ps(ROUND_MAGIC);
+    const __m256i base = _mm256_set1_epi32(ROUND_BITS);
     for (int j = 0; j < VECTORS; j += 4) {
         __m256i v[4];
         for (int i = 0; i < 4; i++)

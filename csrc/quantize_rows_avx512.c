@@ -1,19 +1,11 @@
 /* quantize_rows, avx512 (contract in kernels.h): the plain layout, and in lhs.sums -128 times the sum of each group, where the
  * accumulators of avx512_vnni's matmul start. Not run on hardware yet: see matmul_avx512_vnni.c. SPDX-License-Identifier: Apache-2.0 */
-#include "exp.h"
 #include "kernels.h"
-#include <immintrin.h>
+#include "simd_x86.h"
 
 enum { VECTORS = GROUP / 16 };
 
-static inline uint32_t largest(__m512i v)
-{
-    const __m256i half = _mm256_max_epu32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
-    __m128i a = _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0x4e));
-    a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0xb1));
-    return (uint32_t)_mm_cvtsi128_si32(a);
-}
+static inline uint32_t largest(__m512i v) { return kestrel_largest8(_mm256_max_epu32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1))); }
 
 static inline int32_t total(__m512i v)
 {
@@ -38,8 +30,8 @@ static inline void group(const float *x, int8_t *q, float *scale, int32_t *start
         memset(q, 0, GROUP);
         return;
     }
-    const __m512 r = _mm512_set1_ps(127.0f / a), magic = _mm512_set1_ps(12582912.0f);
-    const __m512i base = _mm512_set1_epi32(0x4b400000);
+    const __m512 r = _mm512_set1_ps(127.0f / a), magic = _mm512_set1_ps(ROUND_MAGIC);
+    const __m512i base = _mm512_set1_epi32(ROUND_BITS);
     __m512i sum = _mm512_setzero_si512();
     for (int j = 0; j < VECTORS; j++) {
         const __m512i v = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * j), r), magic)), base);

@@ -1,14 +1,11 @@
 /* quantize_rows, Armv8.0 NEON: f32 activation rows -> int8 rows + group scales. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0 */
-#include "exp.h"
 #include "kernels.h"
-#include <arm_neon.h>
+#include "simd_neon.h"
 #include <assert.h>
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE int8x16_t round_16(const float *x, float r)
 {
-    const float32x4_t magic = vdupq_n_f32(12582912.0f); /* + 1.5 * 2^23: to integer, half to even; its low byte is the int8 */
+    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC); /* rounds to an integer; its low byte is the int8 */
     const int16x8_t a = vreinterpretq_s16_f32(vaddq_f32(vmulq_n_f32(vld1q_f32(x), r), magic));
     const int16x8_t b = vreinterpretq_s16_f32(vaddq_f32(vmulq_n_f32(vld1q_f32(x + 4), r), magic));
     const int16x8_t c = vreinterpretq_s16_f32(vaddq_f32(vmulq_n_f32(vld1q_f32(x + 8), r), magic));

@@ -1,0 +1,16 @@
+/* silu_multiply, Armv8.0 NEON. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0 */
+#include "kernels.h"
+#include "simd_neon.h"
+
+void kestrel_silu_multiply_neon(const float *gate, const float *up, int64_t n, float *dst)
+{
+    int64_t i = 0;
+    /* hot loop: 8 elements */
+    for (; i + 8 <= n; i += 8)
+        UNROLL
+        for (int64_t j = i; j < i + 8; j += 4) {
+            const float32x4_t g = vld1q_f32(gate + j);
+            vst1q_f32(dst + j, vmulq_f32(vdivq_f32(g, vaddq_f32(vdupq_n_f32(1.0f), kestrel_expf4(vnegq_f32(g)))), vld1q_f32(up + j)));
+        }
+    for (; i < n; i++) dst[i] = gate[i] / (1.0f + kestrel_expf(-gate[i])) * up[i];
+}
