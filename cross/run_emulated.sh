@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # The test suite and the identity check as aarch64, on emulated cores (a core with i8mm: the kernels' tests and the check); one line per core,
 # logs in build/emulated/.
-#   usage: cross/run_emulated.sh [-j CORES_AT_ONCE] [--tests-only|--check-only] [CPU...]
+#   usage: cross/run_emulated.sh [-j CORES_AT_ONCE] [--tests-only|--check-only] [--full-check] [CPU...]
+#   the check takes cells for each pair of settings (`kestrel check --quick`); --full-check: their whole product, many minutes a core
 #   CPU: names of qemu-aarch64 -cpu (default: cortex-a72, cortex-a76, and a core with i8mm when csrc has units for it)
 #   KESTREL_ARM_PYTHON: folder of the emulated Python (default build/arm_python; made there when missing)
 # Run the native suite first: it leaves the real model where the emulated one looks for it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-jobs=$(nproc); parts="tests check"; cpus=()
+jobs=$(nproc); parts="tests check"; strength=--quick; cpus=()
 while [ $# -gt 0 ]; do
   case $1 in
     -j) jobs=$2; shift 2 ;;
     --tests-only) parts=tests; shift ;;
     --check-only) parts=check; shift ;;
+    --full-check) strength=--full; shift ;;
     -*) echo "run_emulated.sh: unknown option $1" >&2; exit 2 ;;
     *) cpus+=("$1"); shift ;;
   esac
@@ -46,8 +48,8 @@ one_core() { # CPU: prints its line, fails when anything failed
       "$arm/python" -m pytest -q -p no:cacheprovider --color=no $tests > "$log.tests.log" 2>&1; rc=$?
       line+="; tests: $(tail -1 "$log.tests.log" | tr -d '=' | sed 's/^ *//; s/ *$//')"
     else
-      "$arm/python" board/check.py > "$log.check.log" 2> "$log.check.err"; rc=$?
-      line+="; check: $(sed -n 's/^golden [^:]*: *\([0-9a-f]\{16\}\).*/golden \1, /p' "$log.check.log" | tail -1)$(grep -v '^ *$' "$log.check.log" | tail -1)"
+      "$arm/python" board/check.py $strength > "$log.check.log" 2> "$log.check.err"; rc=$?
+      line+="; check: $(sed -n 's/^golden [^:]*: *\([0-9a-f]\{16\}\).*/golden \1, /p' "$log.check.log" | head -1)$(grep -v '^ *$' "$log.check.log" | tail -1)"
     fi
     if [ $rc -ne 0 ]; then status=1; line+=" (FAILED, exit $rc, see build/emulated/$(basename "$log").$part.log)"; fi
   done

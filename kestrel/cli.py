@@ -179,7 +179,7 @@ def _info(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from .check import main as run_check
 
-    return run_check(args.model, args.json, lambda what: progress_bar("cell", f"check {what}", scale=False))
+    return run_check(args.model, args.json, args.strength, lambda what: progress_bar("cell", f"check {what}", scale=False), _note)
 
 
 def _quality(args: argparse.Namespace) -> int:
@@ -314,8 +314,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("check", help="prove on this machine that the answer depends on nothing but model, prompt and settings")
     p.add_argument("model", nargs="?")
+    strength = p.add_mutually_exclusive_group()
+    strength.add_argument("--quick", dest="strength", action="store_const", const="pairs", help="cells for each pair of settings instead of each triple")
+    strength.add_argument("--full", dest="strength", action="store_const", const="product", help="every combination of settings")
     p.add_argument("--json", action="store_true")
-    p.set_defaults(run=_check)
+    p.set_defaults(run=_check, strength="triples")
 
     p = commands.add_parser("quality", help="how far a packed model is from a reference one")
     p.add_argument("model")

@@ -38,7 +38,7 @@ status=0
 summary=$(grep -E '[0-9]+ (passed|failed|error)' build/tests-native.log | tail -1 || true)
 
 echo "== native: identity check"
-if "$python" board/check.py > build/check-native.log 2> build/check-native.err; then
+if "$python" board/check.py --full > build/check-native.log 2> build/check-native.err; then
   tail -2 build/check-native.log
 else
   status=1; cat build/check-native.log build/check-native.err; echo "== native: identity check FAILED"
