@@ -4,7 +4,7 @@
 
     python3 cross/check_objects.py [--cc aarch64-linux-gnu-gcc]...      (default: $CC's machine)
 
-Builds with each compiler (incrementally) and reads the objects with the matching objdump. A baseline or neon object
+Builds with each compiler (incrementally) and reads the objects with the matching objdump, the library with pyelftools. A baseline or neon object
 with dot products, matrix multiplies, LSE atomics or SVE fails; so does a variant object without its instruction, a
 library that takes a transcendental function or a soft fmaf from libm, whose segments are aligned to less than
 64 KiB, or that asks for an executable stack. Prints one line per object; exits 1 on the first compiler that fails.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Dict, List, Optional, Pattern, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import check_elf  # noqa: E402
 from build_aarch64 import load_csrc_build  # noqa: E402
 
 Line = Tuple[str, str]   # mnemonic, operands
@@ -52,9 +53,6 @@ REQUIRED: Dict[str, List[Tuple[str, str]]] = {
     "avx512": [(r"", r"v\w+")],
     "avx512_vnni": [(r"", r"vpdpbusd")],
 }
-# libm's results differ between machines; a call of fmaf means that fusing went to software
-LIBM = re.compile(r"^(exp|exp2|exp10|expm1|log|log2|log10|log1p|pow|sin|cos|tan|sincos|asin|acos|atan|atan2|sinh|cosh|tanh|"
-                  r"erf|erfc|lgamma|tgamma|cbrt|hypot|fma)f?$")
 
 
 def tool(machine: str, name: str) -> str:
@@ -104,24 +102,6 @@ def faults(architecture: str, name: str, isa: Optional[str], code: List[Line]) -
     return sorted(set(bad))
 
 
-def library_faults(machine: str, library: Path) -> List[str]:
-    bad: List[str] = []
-    symbols = output([tool(machine, "nm"), "-D", "--undefined-only", str(library)])
-    for symbol in re.findall(r"\sU\s+([\w.]+)", symbols):
-        if LIBM.match(symbol):
-            bad.append(f"takes {symbol} from libm")
-        if symbol.startswith("__aarch64_"):
-            bad.append(f"takes the outlined atomic {symbol}")
-    headers = output([tool(machine, "readelf"), "-lW", str(library)])
-    for align in re.findall(r"^\s+LOAD\s.*\s(0x[0-9a-f]+)$", headers, re.M):
-        if int(align, 16) < 65536:
-            bad.append(f"has a LOAD segment aligned to {int(align, 16)}, expected 65536 or more")
-    stack = re.search(r"^\s+GNU_STACK\s.*\s([RWE ]{2,3}?)\s+(?:0x)?[0-9a-f]+$", headers, re.M)
-    if not stack or "E" in stack[1]:
-        bad.append("asks for an executable stack")
-    return sorted(set(bad))
-
-
 def check(cc: Optional[str]) -> int:
     csrc_build = load_csrc_build()
     try:
@@ -137,7 +117,7 @@ def check(cc: Optional[str]) -> int:
         wrong += bool(found)
         print(f"{done.machine} {path.name:32} {unit.isa or 'baseline':14} {len(code):6} instructions  "
               + ("; ".join(found) if found else "ok"))
-    found = library_faults(done.machine, done.library)
+    found = check_elf.faults(check_elf.read(done.library))
     wrong += bool(found)
     print(f"{done.machine} {done.library.name:32} {'library':14} {'':19}  " + ("; ".join(found) if found else "ok"))
     return 1 if wrong else 0
