@@ -3,6 +3,7 @@
 # From a fresh clone to answers: own environment, build, SmolLM2-135M-Instruct, conversion to int8, then three prompts with
 # speculation off and on. Exits non-zero when any answer differs. A second run reuses environment and model.
 #   usage: bash board/demo.sh [--threads N] [--max-tokens N] [--show]
+#          bash board/demo.sh --model-only      no prompts: leave the model in the cache (board/deploy.py sends it to a board)
 # Needs python3 >= 3.9 with venv and a C compiler. The model is kept in $KESTREL_CACHE (default ~/.cache/kestrel).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +50,7 @@ PY
   say "converting to int8: $model"
   "$venv/bin/kestrel" convert "$gguf" "$model" --weights int8
 fi
+if [ "${1:-}" = --model-only ]; then say "model: $model"; exit 0; fi
 status=0
 "$venv/bin/python" board/demo.py "$model" "$@" || status=$?
 say "environment: $venv"

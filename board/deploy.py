@@ -29,6 +29,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
@@ -159,26 +160,40 @@ def build_wheel(tag: str) -> Path:
     return Path(done.stdout.split()[-1])
 
 
-def bundle(wheel: Path, board: Dict[str, Any]) -> List[Path]:
-    """Wheels of everything that the wheel depends on for the board's Python, and of pip, which installs them there."""
+def bundle(wheel: Path, board: Dict[str, Any]) -> Path:
+    """A tar of wheels: everything that the wheel depends on for the board's Python, and pip, which installs them there.
+
+    One file, because a board that is slow at starting programs is slow at every one that is sent.
+    """
     version, (libc, _, minor) = "{}.{}".format(*board["python"][:2]), board["libc"]
-    # what decides the bundle: the wheel's own requirements and the board's Python and libc
+    # what decides it: the wheel's own requirements and the board's Python and libc
     with zipfile.ZipFile(str(wheel)) as archive:
         metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
-    wanted = re.findall(r"^Requires-Dist: (.+)$", metadata, re.M)
-    core = [line for line in wanted if "extra ==" not in line] + ["pip"]
-    folder = ROOT / "build" / "bundle" / f"{board['machine']}-{libc}{minor}-py{version}-{hashlib.sha256(repr(core).encode()).hexdigest()[:8]}"
-    if not (folder / "complete").exists():
-        shutil.rmtree(str(folder), ignore_errors=True)
-        folder.mkdir(parents=True)
-        cmd = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--only-binary=:all:", "--implementation", "cp", "--python-version", version,
-               "-d", str(folder), *(a for p in platforms(libc, minor, board["machine"]) for a in ("--platform", p)), *core]
-        done = subprocess.run(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
-        if done.returncode:
-            errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR")]
-            refuse(f"no wheels for Python {version} on {board['machine']} ({libc}): {(errors or [done.stdout.strip()[-200:]])[-1]}")
-        (folder / "complete").touch()
-    return sorted(folder.glob("*.whl"))
+    core = [line for line in re.findall(r"^Requires-Dist: (.+)$", metadata, re.M) if "extra ==" not in line] + ["pip"]
+    name = f"{board['machine']}-{libc}{minor}-py{version}-{hashlib.sha256(repr(core).encode()).hexdigest()[:8]}.tar"
+    target = ROOT / "build" / "bundle" / name
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=str(target.parent)) as folder:
+            cmd = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--only-binary=:all:", "--implementation", "cp",
+                   "--python-version", version, "-d", folder, *(a for p in platforms(libc, minor, board["machine"]) for a in ("--platform", p)), *core]
+            done = subprocess.run(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+            if done.returncode:
+                errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR")]
+                refuse(f"no wheels for Python {version} on {board['machine']} ({libc}): {(errors or [done.stdout.strip()[-200:]])[-1]}")
+            with tarfile.open(str(Path(folder, "tar")), "w") as archive:
+                for path in sorted(Path(folder).glob("*.whl")):
+                    archive.add(str(path), path.name)
+            os.replace(str(Path(folder, "tar")), str(target))
+    return target
+
+
+def unpacked_bytes(wheel: Path, tar: Path) -> int:
+    """What an installation takes: the contents of all wheels, and for its time the wheels themselves."""
+    with tarfile.open(str(tar)) as archive:
+        inside = sum(i.file_size for member in archive.getmembers() for i in zipfile.ZipFile(archive.extractfile(member)).infolist())  # type: ignore[arg-type]
+    with zipfile.ZipFile(str(wheel)) as archive:
+        return inside + tar.stat().st_size + sum(i.file_size for i in archive.infolist())
 
 
 def room(board: Dict[str, Any], host: str, copies: int, unpacked: int, model: Path) -> None:
@@ -249,19 +264,17 @@ def main() -> int:
         say("wheel", tag)
         wheel = build_wheel(tag)
         say("wheel", f"{wheel.name} and the wheels that it depends on")
-        wheels = {path.name: path for path in [wheel, *bundle(wheel, facts)]}
-        files = {**{f"wheels/{name}": path for name, path in wheels.items()}, f"models/{model.name}": model}
+        tar = bundle(wheel, facts)
+        files = {"wheels.tar": tar, wheel.name: wheel, f"models/{model.name}": model}
         digests = {name: sha256(path) for name, path in files.items()}
-        stamp = hashlib.sha256("".join(f"{n}{d}" for n, d in sorted(digests.items()) if n.startswith("wheels/")).encode()).hexdigest()
+        stamp = hashlib.sha256((digests["wheels.tar"] + digests[wheel.name]).encode()).hexdigest()
 
         place = shlex.quote(folder)
-        board.run(f"mkdir -p {place}/wheels {place}/models", "making the folder")
+        _, installed = board.run(f"mkdir -p {place}/models && cd {place} && cat venv/kestrel.stamp 2>/dev/null || true", "making the folder")
         found = board.ask("copy", "inventory", folder, *files)
-        _, installed = board.run(f"cat {place}/venv/kestrel.stamp 2>/dev/null || true", "looking for the environment")
         current = installed.strip() == stamp
         copies = sum(p.stat().st_size - min(found.get(f"{n}.part", [0])[0], p.stat().st_size) for n, p in files.items() if found.get(n) != [p.stat().st_size, digests[n]])
-        unpacked = 0 if current else sum(i.file_size for path in wheels.values() for i in zipfile.ZipFile(str(path)).infolist())
-        room(facts, a.host, copies, unpacked, model)
+        room(facts, a.host, copies, 0 if current else unpacked_bytes(wheel, tar), model)
         put(board, folder, files, digests, found)
         say("copy", f"{len(files)} files there, SHA-256 equal")
 
@@ -269,12 +282,10 @@ def main() -> int:
             say("install", f"{folder}/venv is up to date")
         else:
             say("install", f"{folder}/venv")
-            pip = next(name for name in wheels if name.startswith("pip-"))
-            keep = " ".join(shlex.quote(name) for name in wheels)
-            # ensurepip is not needed: pip runs from its own wheel
-            board.run(f"cd {place} && python3 -m venv --clear --without-pip venv && for f in wheels/*; do case \" {keep} \" in *\" ${{f#wheels/}} \"*) ;; *) rm -f \"$f\" ;; esac; done && "
-                      f"venv/bin/python wheels/{shlex.quote(pip)}/pip install -q --disable-pip-version-check --no-cache-dir --no-compile --no-index --find-links wheels "
-                      f"wheels/{shlex.quote(wheel.name)} && echo {stamp} > venv/kestrel.stamp", "install", show=True)
+            # pip runs from its own wheel: ensurepip, which Debian has in a package of its own, is not needed
+            board.run(f"cd {place} && rm -rf wheels && python3 -m venv --clear --without-pip venv && python3 -m tarfile -e wheels.tar wheels && "
+                      "pip=$(echo wheels/pip-*.whl) && venv/bin/python $pip/pip install -q --disable-pip-version-check --no-cache-dir --no-compile --no-index --find-links wheels "
+                      f"{shlex.quote(wheel.name)} && rm -rf wheels && echo {stamp} > venv/kestrel.stamp", "install", show=True)
 
         kestrel, packed = f"cd {place} && venv/bin/kestrel", shlex.quote(f"models/{model.name}")
         _, text = board.run(f"{kestrel} info {packed}", "kestrel info", show=True)
@@ -292,7 +303,7 @@ def main() -> int:
         when = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime())
         name = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', a.host)}-{when}"
         a.results.mkdir(parents=True, exist_ok=True)
-        everything = {"host": a.host, "time": when, "board": facts, "wheel": {"name": wheel.name, "sha256": digests[f"wheels/{wheel.name}"]},
+        everything = {"host": a.host, "time": when, "board": facts, "wheel": {"name": wheel.name, "sha256": digests[wheel.name]},
                       "model": {"name": model.name, "sha256": digests[f"models/{model.name}"]}, "quick": a.quick, "check": check, "bench": rows}
         for suffix, content in ((".json", json.dumps(everything, indent=1) + "\n"), (".md", report(facts, a.host, check, table, when))):
             path = a.results / (name + suffix)

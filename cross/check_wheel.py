@@ -44,14 +44,22 @@ def parts(wheel: Path) -> Tuple[str, int, str]:
 
 
 def auditwheel(wheel: Path, libc: str, minor: int, machine: str) -> List[str]:
-    """What auditwheel objects to: the library needs more than the tag says."""
-    done = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
-    said = " ".join(done.stdout.split())
-    found = re.search(r'is consistent with the following platform tag: "(many|musl)linux_\d_(\d+)_(\w+)"', said)
-    if not found:
-        return [f"auditwheel: {said[-300:]}"]
-    if (found[1] == "musl") != (libc == "musl") or int(found[2]) > minor or found[3] != machine:
-        return [f"auditwheel: {found[0]}"]
+    """What auditwheel objects to: the library needs more than the tag says.
+
+    One objection is none: musl's libc is needed by its own name, libc.so, which musl's loader takes for itself on every distribution
+    (ldso/dynlink.c); auditwheel expects the name that Alpine's compiler puts there, libc.musl-<machine>.so.1.
+    """
+    with tempfile.TemporaryDirectory() as nothing:     # the host's own libraries say nothing of a board's
+        done = subprocess.run([sys.executable, "-m", "auditwheel", "show", "--json", "--ldpaths", nothing, str(wheel)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              universal_newlines=True)
+    try:
+        said = json.loads(done.stdout)
+    except ValueError:
+        return [f"auditwheel: {' '.join((done.stdout + done.stderr).split())[-300:]}"]
+    tag = said["sym_tag"] if libc == "musl" and set(said["external_libs"]) <= {"libc.so"} else said["overall_tag"]
+    found = re.match(r"(many|musl)linux_\d_(\d+)_(\w+)$", tag)
+    if not found or (found[1] == "musl") != (libc == "musl") or int(found[2]) > minor or found[3] != machine:
+        return [f"auditwheel says {tag}" + (f", needs {', '.join(said['external_libs'])}" if said["external_libs"] else "")]
     return []
 
 
