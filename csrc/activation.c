@@ -1,4 +1,4 @@
-/* silu_multiply, portable (SwiGLU, Shazeer 2020). Contract in kernels.h. SPDX-License-Identifier: Apache-2.0 */
+/* silu_multiply and gelu_multiply, portable (SwiGLU and GeGLU, Shazeer 2020). Contract in kernels.h. SPDX-License-Identifier: Apache-2.0 */
 #include "exp.h"
 #include "kernels.h"
 
@@ -8,5 +8,16 @@ void kestrel_silu_multiply_portable(const float *gate, const float *up, int64_t 
     for (int64_t i = 0; i < n; i++) {
         const float g = gate[i];
         dst[i] = g / (1.0f + kestrel_expf(-g)) * up[i];
+    }
+}
+
+#define GELU_A -1.5957691216057308f
+#define GELU_B -0.07135481627260025f
+
+void kestrel_gelu_multiply_portable(const float *gate, const float *up, int64_t n, float *dst)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const float g = gate[i];
+        dst[i] = g / (1.0f + kestrel_expf(g * fmaf(GELU_B, g * g, GELU_A))) * up[i];
     }
 }

@@ -39,13 +39,14 @@ static void embed_task(void *arg, int32_t task, int32_t thread)
         kestrel_unpack_row(&c->embedding, s->rows[i].token, x);
         if (c->embedding_scale)
             for (int32_t j = 0; j < c->hidden_size; j++) x[j] *= c->embedding_scale[j];
-        for (int64_t j = 0; j < half; j++) {
-            double sine, cosine;
-            kestrel_sincos((double)((float)s->rows[i].position * c->rope_inv_freq[j]), &sine, &cosine); /* the angle in f32, as trained */
-            m->cosine[i * half + j] = (float)cosine;
-            m->sine[i * half + j] = (float)sine;
-        }
-        m->lo[i] = 0;
+        for (int32_t r = 0; r < c->n_ropes; r++)
+            for (int64_t j = 0; j < half; j++) {
+                const int64_t at = ((int64_t)r * m->max_rows + i) * half + j;
+                double sine, cosine;
+                kestrel_sincos((double)((float)s->rows[i].position * c->rope_inv_freq[r * half + j]), &sine, &cosine); /* the angle in f32, as trained */
+                m->cosine[at] = (float)cosine;
+                m->sine[at] = (float)sine;
+            }
         m->hi[i] = s->rows[i].position;
     }
 }
@@ -66,7 +67,9 @@ static void norm_task(void *arg, int32_t task, int32_t thread)
     int32_t first = -1, last = 0;
     FOR_ROWS(s, task, s->dst_rows) {
         const int64_t row = s->pick ? s->pick[i] : i;
-        if (!m->kernels.norm(m->x + row * h, s->delta ? s->delta + row * h : NULL, s->gain, h, m->config.rms_norm_eps, m->normed + i * h))
+        float *delta = s->delta ? s->delta + row * h : NULL;
+        if (delta && s->post_gain && !m->kernels.norm(delta, NULL, s->post_gain, h, m->config.rms_norm_eps, delta)) report_bad_row(m, (int32_t)row);
+        if (!m->kernels.norm(m->x + row * h, delta, s->gain, h, m->config.rms_norm_eps, m->normed + i * h))
             report_bad_row(m, (int32_t)row);
         if (first < 0) first = i;
         last = i + 1;
@@ -90,12 +93,13 @@ static void activation_task(void *arg, int32_t task, int32_t thread)
     (void)thread;
     FOR_ROWS(s, task, s->m) {
         float *gate = m->gate_up + i * 2 * n;
-        m->kernels.silu_multiply(gate, gate + n, n, gate);
+        if (m->config.hidden_act == KESTREL_SILU) m->kernels.silu_multiply(gate, gate + n, n, gate);
+        else m->kernels.gelu_multiply(gate, gate + n, n, gate);
     }
     quantize_task(arg, task, thread);
 }
 
-/* Panels [begin, end) of the weight for all rows; a last panel that hangs over n goes through a small tile. */
+/* Panels [begin, end) of the weight for all rows. */
 static void matmul_panels(const step *s, int64_t begin, int64_t end, float *dst, int64_t dst_stride)
 {
     const kestrel_weight *w = s->weight;
@@ -116,12 +120,24 @@ static void matmul_task(void *arg, int32_t task, int32_t thread)
     const bool hangs_over = end * PANEL > w->n;
     (void)thread;
     if (end - hangs_over > begin) matmul_panels(s, begin, end - hangs_over, s->dst + begin * PANEL, s->dst_stride);
-    if (!hangs_over) return;
-    /* The last panel's columns past n must not be written. Only one task has that panel, so one buffer serves. */
-    float *tail = s->model->tail;
-    matmul_panels(s, end - 1, end, tail, PANEL);
-    const int64_t column = (end - 1) * PANEL;
-    for (int32_t i = 0; i < s->dst_rows; i++) memcpy(s->dst + i * s->dst_stride + column, tail + i * PANEL, (size_t)(w->n - column) * sizeof *tail);
+    if (hangs_over) {
+        /* The last panel's columns past n must not be written. Only one task has that panel, so one buffer serves. */
+        float *tail = s->model->tail;
+        matmul_panels(s, end - 1, end, tail, PANEL);
+        const int64_t column = (end - 1) * PANEL;
+        for (int32_t i = 0; i < s->dst_rows; i++) memcpy(s->dst + i * s->dst_stride + column, tail + i * PANEL, (size_t)(w->n - column) * sizeof *tail);
+    }
+    if (!w->bias) return;
+    const int64_t last = hangs_over ? w->n : end * PANEL;
+    for (int32_t i = 0; i < s->dst_rows; i++)
+        for (int64_t column = begin * PANEL; column < last; column++) s->dst[i * s->dst_stride + column] += w->bias[column];
+}
+
+static void norm_heads(kestrel_model *m, float *x, int32_t heads, const float *gain, int32_t row)
+{
+    const int64_t d = m->config.head_dim;
+    for (int32_t head = 0; gain && head < heads; head++)
+        if (!m->kernels.norm(x + head * d, NULL, gain, d, m->config.rms_norm_eps, x + head * d)) report_bad_row(m, row);
 }
 
 static void rope_task(void *arg, int32_t task, int32_t thread)
@@ -129,15 +145,20 @@ static void rope_task(void *arg, int32_t task, int32_t thread)
     step *s = arg;
     kestrel_model *m = s->model;
     const kestrel_config *c = &m->config;
+    const kestrel_layer *l = &c->layers[s->layer];
     const int64_t d = c->head_dim, half = d / 2, nq = c->n_heads * d, nk = c->n_kv_heads * d;
-    const float scale = 1.0f / sqrtf((float)d);
     (void)thread;
     FOR_ROWS(s, task, s->m) {
         float *q = m->qkv + (int64_t)i * m->qkv_columns, *k = q + nq, *v = k + nk;
-        m->kernels.rope(q, c->n_heads + c->n_kv_heads, d, m->cosine + i * half, m->sine + i * half);
-        for (int64_t j = 0; j < nq; j++) q[j] *= scale;
+        const int64_t table = ((int64_t)l->rope * m->max_rows + i) * half;
+        const int32_t position = s->rows[i].position;
+        m->lo[i] = l->window && position >= l->window ? position - l->window + 1 : 0;
+        norm_heads(m, q, c->n_heads, l->q_norm, i);
+        norm_heads(m, k, c->n_kv_heads, l->k_norm, i);
+        m->kernels.rope(q, c->n_heads + c->n_kv_heads, d, m->cosine + table, m->sine + table);
+        for (int64_t j = 0; j < nq; j++) q[j] *= c->query_scale;
         for (int32_t head = 0; head < c->n_kv_heads; head++)
-            kestrel_kv_store(s->rows[i].kv, s->layer, head, s->rows[i].position, k + head * d, v + head * d);
+            kestrel_kv_store(s->rows[i].kv, s->layer, head, position, k + head * d, v + head * d);
     }
 }
 
@@ -162,10 +183,12 @@ static void set_input(step *s, const kestrel_weight *weight, const float *src, i
     s->model->lhs.kp = padded_k(weight->k);
 }
 
-static void norm(step *s, const float *gain, const float *delta, const int32_t *pick, int32_t rows)
+/* m->normed = norm of x + delta (x keeps the sum); delta, what the block before made, is normed itself first if it has a post_gain. */
+static void norm(step *s, const float *gain, float *delta, const float *post_gain, const int32_t *pick, int32_t rows)
 {
     s->gain = gain;
     s->delta = delta;
+    s->post_gain = post_gain;
     s->pick = pick;
     s->dst_rows = rows;
     kestrel_run(s, norm_task, row_tasks(s, rows));
@@ -213,7 +236,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
         if (cancelled(cancel_fd)) return KESTREL_E_CANCELLED;
 
         set_input(s, &l->qkv, m->normed, h);
-        norm(s, l->attention_norm, s->layer ? m->delta : NULL, NULL, s->m);
+        norm(s, l->attention_norm, s->layer ? m->delta : NULL, s->layer ? l[-1].mlp_post_norm : NULL, NULL, s->m);
         maxima = observe(s, maxima, h, s->m);
         /* what this norm met was made by the layer below */
         if (s->layer && not_finite(s, s->layer - 1)) return KESTREL_E_NOT_FINITE;
@@ -226,7 +249,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
         matmul(s, s->m, m->delta, h);
 
         set_input(s, &l->gate_up, m->normed, h);
-        norm(s, l->mlp_norm, m->delta, NULL, s->m);
+        norm(s, l->mlp_norm, m->delta, l->attention_post_norm, NULL, s->m);
         maxima = observe(s, maxima, h, s->m);
         matmul(s, s->m, m->gate_up, 2 * n);
 
@@ -257,7 +280,7 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     kestrel_model *m = s->model;
     const kestrel_config *c = &m->config;
     set_input(s, &c->head, m->normed, c->hidden_size);
-    norm(s, c->final_norm, m->delta, pick, rows);
+    norm(s, c->final_norm, m->delta, c->layers[c->n_layers - 1].mlp_post_norm, pick, rows);
     if (not_finite(s, c->n_layers - 1)) return KESTREL_E_NOT_FINITE;
     if (s->out->input_maxima) observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
     matmul(s, rows, dst, c->vocab_size);

@@ -10,6 +10,7 @@ const kestrel_variant kestrel_menu[] = {
     ENTRY(norm, portable, 0),
     ENTRY(rope, portable, 0),
     ENTRY(silu_multiply, portable, 0),
+    ENTRY(gelu_multiply, portable, 0),
     ENTRY(attention_span, portable, 0),
     ENTRY(attention_merge, portable, 0),
     ENTRY(attention_finish, portable, 0),
@@ -98,6 +99,7 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out)
     SELECT(norm);
     SELECT(rope);
     SELECT(silu_multiply);
+    SELECT(gelu_multiply);
     SELECT(attention_span);
     SELECT(attention_merge);
     SELECT(attention_finish);

@@ -79,7 +79,7 @@ typedef void kestrel_matmul_f32_fn(const void *data, int64_t panels, int64_t k, 
 /* norm (RMSNorm, Zhang & Sennrich 2019)
  * Computes  if delta: x[i] += delta[i] (stored). 16 partial sums s[j], s[j] = fma(x, x, s[j]) over i = j mod 16 ascending;
  *           joined by s[j] += s[j + 8], += s[j + 4], += s[j + 2], += s[j + 1]; r = 1 / sqrtf(s[0] / n + eps); dst[i] = (x[i] * r) * gain[i].
- * Shapes    one row of n floats; dst may not overlap x.
+ * Shapes    one row of n floats; dst is x itself (then the norm is all that stays of it) or does not overlap it.
  * Exact     ORDERED.  Returns false when the sum is not finite (NaN, Inf or overflow in x): the caller names layer and row.
  * Variant   portable, neon, avx2.
  * Cost      two passes over a row; the sum waits for its own chains of fma. */
@@ -97,6 +97,12 @@ typedef void kestrel_rope_fn(float *x, int64_t heads, int64_t d, const float *co
  * Computes  dst[i] = (g / (1 + expf_(-g))) * u with kestrel_expf (exp.h).
  * Exact     ORDERED.  In place on gate is allowed. Variant: portable, neon, avx2. */
 typedef void kestrel_silu_multiply_fn(const float *gate, const float *up, int64_t n, float *dst);
+
+/* gelu_multiply (GELU's tanh form, Hendrycks & Gimpel 2016, as GeGLU)
+ * Computes  dst[i] = (g / (1 + expf_(g * fma(B, g * g, A)))) * u with kestrel_expf; A = -2 sqrt(2 / pi), B = 0.044715 A, each rounded to f32:
+ *           0.5 (1 + tanh y) = 1 / (1 + exp(-2 y)) needs no tanh.
+ * Exact     ORDERED.  Specials: as silu_multiply; g * g that overflows gives g, or g / exp(88) below 0.  In place on gate is allowed. Variant: portable (auto-vectorised). */
+typedef void kestrel_gelu_multiply_fn(const float *gate, const float *up, int64_t n, float *dst);
 
 /* attention: one span (SPAN keys at absolute positions [span * SPAN, ...)) for a tile of queries of one kv head.
  * A query is (row, head of the group); all queries of a tile share the K and V rows, which are read once for all of them.
@@ -155,6 +161,7 @@ typedef struct kestrel_kernels {
     kestrel_norm_fn *norm;
     kestrel_rope_fn *rope;
     kestrel_silu_multiply_fn *silu_multiply;
+    kestrel_gelu_multiply_fn *gelu_multiply;
     kestrel_attention_span_fn *attention_span;
     kestrel_attention_merge_fn *attention_merge;
     kestrel_attention_finish_fn *attention_finish;
@@ -182,6 +189,7 @@ kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
 kestrel_norm_fn kestrel_norm_portable, kestrel_norm_neon, kestrel_norm_avx2;
 kestrel_rope_fn kestrel_rope_portable;
 kestrel_silu_multiply_fn kestrel_silu_multiply_portable, kestrel_silu_multiply_neon, kestrel_silu_multiply_avx2;
+kestrel_gelu_multiply_fn kestrel_gelu_multiply_portable;
 kestrel_attention_span_fn kestrel_attention_span_portable, kestrel_attention_span_neon, kestrel_attention_span_avx2, kestrel_attention_span_avx512;
 kestrel_attention_merge_fn kestrel_attention_merge_portable;
 kestrel_attention_finish_fn kestrel_attention_finish_portable;

@@ -17,7 +17,7 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 2,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 3,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
@@ -40,6 +40,8 @@ enum kestrel_status {
 
 enum kestrel_type { KESTREL_F32 = 0, KESTREL_INT8 = 1, KESTREL_F16 = 2 };
 
+enum kestrel_hidden_act { KESTREL_SILU = 0, KESTREL_GELU_TANH = 1 };
+
 enum kestrel_want { KESTREL_WANT_NONE = 0, KESTREL_WANT_LOGITS = 1, KESTREL_WANT_CANDIDATES = 2 };
 
 /* A matrix [n][k] in panels, as it lies in the file (pack.c has the layout). type KESTREL_F32 or KESTREL_INT8. */
@@ -49,11 +51,19 @@ typedef struct kestrel_weight {
     int64_t n;
     int64_t k;
     const void *data; /* 64-byte aligned, kestrel_packed_bytes(type, n, k) bytes */
+    const float *bias; /* [n], added to the matmul's result, or NULL; none for an embedding's rows */
 } kestrel_weight;
 
+/* x += post_norm(block(norm(x))) for attention and MLP; a norm that is NULL is left out. */
 typedef struct kestrel_layer {
     const float *attention_norm; /* [hidden_size] */
+    const float *q_norm;         /* [head_dim] or NULL: each query head is normed before rope */
+    const float *k_norm;         /* [head_dim] or NULL, as q_norm */
+    const float *attention_post_norm; /* [hidden_size] or NULL */
     const float *mlp_norm;       /* [hidden_size] */
+    const float *mlp_post_norm;  /* [hidden_size] or NULL */
+    int32_t window;              /* keys a row sees, its own included; 0 = all */
+    int32_t rope;                /* row of rope_inv_freq */
     kestrel_weight qkv;          /* [(n_heads + 2 n_kv_heads) head_dim][hidden_size]: q rows, k rows, v rows */
     kestrel_weight o;            /* [hidden_size][n_heads head_dim] */
     kestrel_weight gate_up;      /* [2 intermediate_size][hidden_size]: gate rows, then up rows */
@@ -69,11 +79,13 @@ typedef struct kestrel_config {
     int32_t n_heads;
     int32_t n_kv_heads;
     int32_t head_dim;
+    int32_t hidden_act;         /* kestrel_hidden_act */
+    int32_t n_ropes;            /* at least 1 */
     float rms_norm_eps;
-    int32_t reserved;
-    const float *rope_inv_freq; /* [head_dim / 2]; copied */
+    float query_scale;          /* q k products are multiplied by it: 1 / sqrt(head_dim) unless the architecture says otherwise */
+    const float *rope_inv_freq; /* [n_ropes][head_dim / 2]; copied */
     const float *final_norm;    /* [hidden_size] */
-    const float *embedding_scale; /* [hidden_size] or NULL: an embedding row is multiplied by it (undoes a fold for the tied head) */
+    const float *embedding_scale; /* [hidden_size] or NULL: an embedding row is multiplied by it (Gemma's multiplier; a fold for the tied head undone) */
     kestrel_weight embedding;   /* [vocab_size][hidden_size] */
     kestrel_weight head;        /* [vocab_size][hidden_size]; the embedding again when tied */
     const kestrel_layer *layers; /* [n_layers]; copied */

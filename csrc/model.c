@@ -16,12 +16,13 @@ static bool config_ok(const kestrel_config *c)
     if (c->hidden_size < 1 || c->hidden_size > limit || c->intermediate_size < 1 || c->intermediate_size > limit) return false;
     if (c->n_layers < 1 || c->n_layers > 4096 || c->n_kv_heads < 1 || c->n_heads < c->n_kv_heads || c->n_heads > 4096) return false;
     if (c->n_heads % c->n_kv_heads || c->head_dim < 8 || c->head_dim > 512 || c->head_dim % 8) return false;
-    if (!(c->rms_norm_eps > 0.0f) || !c->rope_inv_freq || !c->final_norm || !c->layers) return false;
+    if (!(c->rms_norm_eps > 0.0f) || !(c->query_scale > 0.0f) || !c->rope_inv_freq || !c->final_norm || !c->layers) return false;
+    if (c->n_ropes < 1 || c->n_ropes > 8 || (c->hidden_act != KESTREL_SILU && c->hidden_act != KESTREL_GELU_TANH)) return false;
     const int64_t d = c->head_dim, h = c->hidden_size;
     if (!weight_ok(&c->embedding, c->vocab_size, h) || !weight_ok(&c->head, c->vocab_size, h)) return false;
     for (int32_t i = 0; i < c->n_layers; i++) {
         const kestrel_layer *l = &c->layers[i];
-        if (!l->attention_norm || !l->mlp_norm || !weight_ok(&l->qkv, (c->n_heads + 2 * c->n_kv_heads) * d, h) ||
+        if (!l->attention_norm || !l->mlp_norm || l->window < 0 || l->rope < 0 || l->rope >= c->n_ropes || !weight_ok(&l->qkv, (c->n_heads + 2 * c->n_kv_heads) * d, h) ||
             !weight_ok(&l->o, h, c->n_heads * d) || !weight_ok(&l->gate_up, 2 * (int64_t)c->intermediate_size, h) ||
             !weight_ok(&l->down, h, c->intermediate_size))
             return false;
@@ -50,8 +51,8 @@ static int64_t lay_out(kestrel_model *m, uint8_t *base)
     m->qkv = take(base, &used, rows * m->qkv_columns, 4);
     m->attended = take(base, &used, rows * c->n_heads * d, 4);
     m->gate_up = take(base, &used, rows * 2 * c->intermediate_size, 4);
-    m->cosine = take(base, &used, rows * d / 2, 4);
-    m->sine = take(base, &used, rows * d / 2, 4);
+    m->cosine = take(base, &used, c->n_ropes * rows * d / 2, 4);
+    m->sine = take(base, &used, c->n_ropes * rows * d / 2, 4);
     m->head_logits = take(base, &used, HEAD_BATCH * (int64_t)c->vocab_size, 4);
     m->lo = take(base, &used, rows, 4);
     m->hi = take(base, &used, rows, 4);
@@ -76,7 +77,7 @@ int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int3
     if (status) return status;
     kestrel_model *m = calloc(1, sizeof *m);
     if (!m) return KESTREL_E_MEMORY;
-    const size_t layers_bytes = (size_t)config->n_layers * sizeof *config->layers, rope_bytes = (size_t)config->head_dim / 2 * sizeof(float);
+    const size_t layers_bytes = (size_t)config->n_layers * sizeof *config->layers, rope_bytes = (size_t)config->n_ropes * config->head_dim / 2 * sizeof(float);
     kestrel_layer *layers = malloc(layers_bytes);
     float *rope = malloc(rope_bytes);
     m->config = *config;
@@ -139,11 +140,13 @@ int32_t kestrel_layout(int64_t *values, int32_t n)
 {
     const int64_t all[] = {
         SIZE(kestrel_weight), AT(kestrel_weight, type), AT(kestrel_weight, reserved), AT(kestrel_weight, n), AT(kestrel_weight, k), AT(kestrel_weight, data),
-        SIZE(kestrel_layer), AT(kestrel_layer, attention_norm), AT(kestrel_layer, mlp_norm), AT(kestrel_layer, qkv), AT(kestrel_layer, o),
+        AT(kestrel_weight, bias),
+        SIZE(kestrel_layer), AT(kestrel_layer, attention_norm), AT(kestrel_layer, q_norm), AT(kestrel_layer, k_norm), AT(kestrel_layer, attention_post_norm),
+        AT(kestrel_layer, mlp_norm), AT(kestrel_layer, mlp_post_norm), AT(kestrel_layer, window), AT(kestrel_layer, rope), AT(kestrel_layer, qkv), AT(kestrel_layer, o),
         AT(kestrel_layer, gate_up), AT(kestrel_layer, down),
         SIZE(kestrel_config), AT(kestrel_config, vocab_size), AT(kestrel_config, sampled_vocab), AT(kestrel_config, hidden_size),
         AT(kestrel_config, intermediate_size), AT(kestrel_config, n_layers), AT(kestrel_config, n_heads), AT(kestrel_config, n_kv_heads),
-        AT(kestrel_config, head_dim), AT(kestrel_config, rms_norm_eps), AT(kestrel_config, reserved), AT(kestrel_config, rope_inv_freq),
+        AT(kestrel_config, head_dim), AT(kestrel_config, hidden_act), AT(kestrel_config, n_ropes), AT(kestrel_config, rms_norm_eps), AT(kestrel_config, query_scale), AT(kestrel_config, rope_inv_freq),
         AT(kestrel_config, final_norm), AT(kestrel_config, embedding_scale), AT(kestrel_config, embedding), AT(kestrel_config, head), AT(kestrel_config, layers),
         SIZE(kestrel_row), AT(kestrel_row, kv), AT(kestrel_row, position), AT(kestrel_row, token), AT(kestrel_row, want), AT(kestrel_row, reserved),
         SIZE(kestrel_output), AT(kestrel_output, logits), AT(kestrel_output, candidate_ids), AT(kestrel_output, candidate_logits),

@@ -34,9 +34,9 @@ struct kestrel_model {
     float *qkv;                /* [R][qkv_columns] */
     float *attended;           /* [R][n_heads head_dim] */
     float *gate_up;            /* [R][2 intermediate_size]; the activation is written over gate */
-    float *cosine, *sine;      /* [R][head_dim / 2] */
+    float *cosine, *sine;      /* [n_ropes][R][head_dim / 2] */
     float *head_logits;        /* [HEAD_BATCH][vocab_size] */
-    int32_t *lo, *hi;          /* [R]: first and last visible key */
+    int32_t *lo, *hi;          /* [R]: first and last visible key; lo is the layer's */
     int32_t *wanted;           /* [R]: rows that want an output */
     kestrel_tile *tiles;       /* [R * n_kv_heads] */
     float *states, *work;      /* per thread: [tile_queries][STATE_HEAD + d], [tile_queries][SPAN] */

@@ -19,7 +19,8 @@ typedef struct step {
     int64_t dst_stride;
     int32_t dst_rows, tasks;
     /* norm */
-    const float *gain, *delta;
+    const float *gain, *post_gain;
+    float *delta;
     const int32_t *pick; /* rows to take, or NULL for all */
     /* attention */
     int32_t tiles, wave_begin, wave_spans;

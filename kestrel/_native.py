@@ -19,7 +19,7 @@ except ImportError:
     raise ImportError("kestrel is not built here: `pip install .`, or `python3 csrc/build.py` in a source tree") from None
 
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libkestrel.so")
-_ABI = 2
+_ABI = 3
 
 
 def _check_cpu() -> None:
@@ -55,6 +55,7 @@ NUMERICS_VERSION, FORMAT_VERSION = lib.KESTREL_NUMERICS_VERSION, lib.KESTREL_FOR
 WANT_NONE, WANT_LOGITS, WANT_CANDIDATES = lib.KESTREL_WANT_NONE, lib.KESTREL_WANT_LOGITS, lib.KESTREL_WANT_CANDIDATES
 E_CANCELLED, E_NOT_FINITE = lib.KESTREL_E_CANCELLED, lib.KESTREL_E_NOT_FINITE
 
+HIDDEN_ACTS = {"silu": lib.KESTREL_SILU, "gelu_pytorch_tanh": lib.KESTREL_GELU_TANH}
 TYPES = {"f32": F32, "int8": INT8, "f16": F16}
 
 

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 import numpy as np
 
-from .config import ARCHITECTURES, ModelConfig
+from .architecture import ARCHITECTURES
+from .config import ModelConfig
 from .container import TensorEntry, open_file, read_gguf_header, read_safetensors_header
 from .errors import KestrelError
 from .vocabulary import build_from_gguf
@@ -64,7 +65,7 @@ class Checkpoint:
     def __init__(self, source: str, config: ModelConfig):
         self.source, self.config = source, config
         self._tensors = config.tensors()
-        self._shapes = {name: shape for name, (_, _, shape) in self._tensors.items()}
+        self._shapes = {name: t.shape for name, t in self._tensors.items()}
         self._stored: Dict[str, _Stored] = {}
         self._fingerprint: Optional[str] = None
 
@@ -247,10 +248,11 @@ class _HuggingFaceFolder(Checkpoint):
             for name in promised or ():
                 if name not in entries:
                     raise KestrelError(f"{path}: {name}: the index places it here, but it is missing")
-            for name, entry in entries.items():
-                if name.endswith(arch.buffers):
+            for stored_name, entry in entries.items():
+                name = arch.text_name(stored_name)
+                if not name or name.endswith(arch.buffers):
                     continue
-                if name in self._stored or (promised is not None and name not in promised):
+                if name in self._stored or (promised is not None and stored_name not in promised):
                     raise KestrelError(f"{path}: {name}: the index does not place it here")
                 stored = _stored_floats(path, name, entry)
                 if self.config.tie_word_embeddings and name == arch.head.name:
@@ -270,6 +272,10 @@ class _HuggingFaceFolder(Checkpoint):
             raise KestrelError(f"{tied_head.path}: {arch.head.name}: differs from {arch.embedding.name}, "
                                "but tie_word_embeddings is true")
 
+    def _read_block(self, name: str, t: _Stored, file: BinaryIO, begin: int, end: int) -> np.ndarray:
+        block = super()._read_block(name, t, file, begin, end)
+        return block + np.float32(1) if self._tensors[name].spec.minus_one else block
+
 
 def _stored_floats(path: str, name: str, entry: TensorEntry) -> _Stored:
     if entry.dtype not in _FLOATS:
@@ -288,6 +294,7 @@ def _same_bytes(a: _Stored, b: _Stored) -> bool:
 
 # ggml types read without the gguf package: type -> (name in _FLOATS, bytes per element)
 _GGML_FLOATS = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 class _GGUFFile(Checkpoint):
@@ -299,13 +306,14 @@ class _GGUFFile(Checkpoint):
             raise KestrelError(f"{path}: split GGUF files are not supported; join them with llama-gguf-split --merge")
         heads = [a.head.gguf for a in ARCHITECTURES.values() if a.gguf == fields.get("general.architecture")]
         tied = not any(head in tensors for head in heads)
-        super().__init__(path, ModelConfig.from_gguf(fields, tied, path))
+        factors = self._rope_factors(path, tensors.pop(_ROPE_FACTORS), size) if _ROPE_FACTORS in tensors else None
+        super().__init__(path, ModelConfig.from_gguf(fields, tied, path, tensors, factors))
         self.fields = fields
-        by_gguf = {gguf: name for name, (_, gguf, _) in self._tensors.items()}
+        by_gguf = {t.gguf: name for name, t in self._tensors.items()}
         for gguf, (kind, shape, begin) in tensors.items():
             name = by_gguf.get(gguf)
             if name is None:
-                note = " (Llama 3 rope factors: convert the Hugging Face folder)" if gguf == "rope_freqs.weight" else ""
+                note = " (a rope scaling by the length of the context, longrope)" if gguf.startswith("rope_factors_") else ""
                 raise KestrelError(f"{path}: {gguf}: unexpected tensor{note}")
             self._check_shape(name, path, shape)
             row_bytes = self._row_bytes(gguf, kind, shape)
@@ -313,12 +321,21 @@ class _GGUFFile(Checkpoint):
                 raise KestrelError(f"{path}: {gguf}: ends at byte {begin + row_bytes * shape[0]}, but the file has {size} "
                                    "(truncated?)")
             self._stored[name] = _Stored(path, _GGML_FLOATS.get(kind, (kind,))[0], shape, begin, row_bytes)
-        for name, (_, gguf, _) in self._tensors.items():
+        for name, t in self._tensors.items():
             if name not in self._stored:
-                raise KestrelError(f"{path}: {gguf}: missing tensor")
+                raise KestrelError(f"{path}: {t.gguf}: missing tensor")
         self._tokenizer: Optional[Tuple[bytes, Dict[str, Any]]] = None
         template = self.fields.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
+
+    @staticmethod
+    def _rope_factors(path: str, stored: Tuple[int, Tuple[int, ...], int], size: int) -> List[float]:
+        """What the frequencies are divided by: llama.cpp's converter works Llama 3's scaling out and keeps the result alone."""
+        kind, shape, begin = stored
+        if kind != 0 or len(shape) != 1 or not 1 <= shape[0] <= 256 or begin + 4 * shape[0] > size:
+            raise KestrelError(f"{path}: {_ROPE_FACTORS}: expected up to 256 F32 numbers, found ggml type {kind}, shape {list(shape)}")
+        with open(path, "rb") as file:
+            return _FLOATS["F32"](_raw(_Stored(path, "F32", shape, begin, 4), file, 0, shape[0])).tolist()
 
     @property
     def tokenizer_json(self) -> bytes:
@@ -368,7 +385,7 @@ class _GGUFFile(Checkpoint):
             raise KestrelError(f"{t.path}: the package gguf cannot dequantise {kind.name}") from None
 
     def _read_block(self, name: str, t: _Stored, file: BinaryIO, begin: int, end: int) -> np.ndarray:
-        if not self._tensors[name][0].permuted:
+        if not self._tensors[name].spec.permuted:
             return super()._read_block(name, t, file, begin, end)
         # llama.cpp's rope turns neighbours, Hugging Face's the two halves of a head, so its converter interleaves the
         # halves: Hugging Face row (head, half, i) lies at (head, i, half).

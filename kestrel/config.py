@@ -1,134 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is: hyper-parameters under their Hugging Face names, and the table of architectures.
-
-A new architecture is a new entry in `ARCHITECTURES` (its tensors, their shapes, what it refuses), not a new reader.
-"""
+"""What a model is: hyper-parameters under their Hugging Face names, read from either source and checked."""
 from __future__ import annotations
 
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Dict, Mapping, Optional, Tuple
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from .architecture import ARCHITECTURES, Architecture, TensorSpec
 from .errors import KestrelError
+from .fields import Fields
+from .rope import read_rope
 
-_LIMIT = 1 << 24  # no real model has a larger count of anything; a larger number is a broken or hostile file
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One weight: Hugging Face name, GGUF name, shape as names of `ModelConfig` attributes.
+class Tensor(NamedTuple):
+    """One weight of a model: what the architecture says of it, its GGUF name, its shape, the packed tensor that it is part of."""
 
-    `permuted`: llama.cpp's converter interleaves the halves of each head_dim rows.
-    """
-
-    name: str
+    spec: TensorSpec
     gguf: str
-    shape: Tuple[str, ...]
-    permuted: bool = False
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What the readers need to know about one architecture, as data."""
-
-    model_type: str  # config.json `model_type`
-    gguf: str  # GGUF `general.architecture`, and the prefix of its keys
-    hidden_act: Tuple[str, ...]
-    required: Mapping[str, Any]  # config.json keys with the only value that is implemented (absent or null passes)
-    embedding: TensorSpec
-    layer: Tuple[TensorSpec, ...]  # names below `model.layers.N.` and `blk.N.`
-    norm: TensorSpec
-    head: TensorSpec  # absent when tie_word_embeddings
-    buffers: Tuple[str, ...] = ()  # endings of names that old checkpoints carry and no one reads
-
-
-_LLAMA = Architecture(
-    model_type="llama",
-    gguf="llama",
-    hidden_act=("silu",),
-    required={"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0},
-    embedding=TensorSpec("model.embed_tokens.weight", "token_embd.weight", ("vocab_size", "hidden_size")),
-    layer=(
-        TensorSpec("input_layernorm.weight", "attn_norm.weight", ("hidden_size",)),
-        TensorSpec("self_attn.q_proj.weight", "attn_q.weight", ("q_size", "hidden_size"), permuted=True),
-        TensorSpec("self_attn.k_proj.weight", "attn_k.weight", ("kv_size", "hidden_size"), permuted=True),
-        TensorSpec("self_attn.v_proj.weight", "attn_v.weight", ("kv_size", "hidden_size")),
-        TensorSpec("self_attn.o_proj.weight", "attn_output.weight", ("hidden_size", "q_size")),
-        TensorSpec("post_attention_layernorm.weight", "ffn_norm.weight", ("hidden_size",)),
-        TensorSpec("mlp.gate_proj.weight", "ffn_gate.weight", ("intermediate_size", "hidden_size")),
-        TensorSpec("mlp.up_proj.weight", "ffn_up.weight", ("intermediate_size", "hidden_size")),
-        TensorSpec("mlp.down_proj.weight", "ffn_down.weight", ("hidden_size", "intermediate_size")),
-    ),
-    norm=TensorSpec("model.norm.weight", "output_norm.weight", ("hidden_size",)),
-    head=TensorSpec("lm_head.weight", "output.weight", ("vocab_size", "hidden_size")),
-    buffers=(".self_attn.rotary_emb.inv_freq",),
-)
-
-ARCHITECTURES: Dict[str, Architecture] = {a.model_type: a for a in (_LLAMA,)}
-
-# rope_type -> its parameters, each with its least value. "default" has none and becomes None.
-_ROPE_PARAMETERS: Dict[str, Dict[str, float]] = {
-    "default": {},
-    "linear": {"factor": 1.0},
-    "llama3": {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0, "original_max_position_embeddings": 1},
-}
-_ROPE_IGNORED = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}
-
-
-class _Source:
-    """A mapping read from outside, with the file and the file's own spelling of each key for the messages."""
-
-    def __init__(self, values: Mapping[str, Any], file: str, spelling: Optional[Mapping[str, str]] = None):
-        if not isinstance(values, Mapping):
-            raise KestrelError(f"{file}: expected an object, found {type(values).__name__}")
-        self.values, self.file, self.spelling = values, file, spelling or {}
-
-    def fail(self, key: str, expected: str, found: Any) -> KestrelError:
-        text = "nothing" if found is None else repr(found)
-        text = text if len(text) <= 80 else text[:77] + "..."
-        return KestrelError(f"{self.file}: {self.spelling.get(key, key)}: expected {expected}, found {text}")
-
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
-
-    def integer(self, key: str, default: Optional[int] = None, low: int = 1, high: int = _LIMIT) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(key, f"an integer from {low} to {high}", value)
-        return value
-
-    def number(self, key: str, default: Optional[float] = None, low: float = 0.0, above: bool = True) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        try:
-            good = good and math.isfinite(float(value)) and (value > low if above else value >= low)
-        except OverflowError:
-            good = False
-        # float32 is what the kernels read: anything it can't hold would become Inf or 0 there
-        if not good or (value != 0 and not 1e-37 < abs(value) < 3e38):
-            raise self.fail(key, f"a number {'above' if above else 'from'} {low:g}", value)
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.fail(key, "true or false", value)
-        return value
-
-    def token_ids(self, key: str, vocab_size: int) -> Tuple[int, ...]:
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        ids = value if isinstance(value, (list, tuple)) else [value]
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
-                raise self.fail(key, f"token ids from 0 to {vocab_size - 1}", value)
-        return tuple(ids)
+    shape: Tuple[int, ...]
+    packed: str
 
 
 @dataclass(frozen=True)
@@ -136,8 +30,10 @@ class ModelConfig:
     """Hyper-parameters of one model, Hugging Face names. Sizes in elements, positions in tokens.
 
     rope_scaling is None, or {"rope_type": "linear", "factor"}, or {"rope_type": "llama3", "factor",
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}. eos_token_ids is the union of
-    config.json's and generation_config.json's, in that order, possibly empty.
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, or {"rope_type": "factors", "factors"}.
+    rope_local_base_freq: the unscaled rope base of sliding layers, None where it is rope_theta too. eos_token_ids is the union of
+    config.json's and generation_config.json's, in that order, possibly empty. layer_types: "full_attention" or "sliding_attention" for each
+    layer, empty when none slides (sliding_window is None then). query_pre_attn_scalar: queries are scaled by its -1/2th power; None: head_dim.
     """
 
     architecture: str
@@ -156,6 +52,13 @@ class ModelConfig:
     bos_token_id: Optional[int]
     eos_token_ids: Tuple[int, ...]
     pad_token_id: Optional[int]
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: Optional[int] = None
+    layer_types: Tuple[str, ...] = ()
+    rope_local_base_freq: Optional[float] = None
+    query_pre_attn_scalar: Optional[float] = None
 
     @property
     def q_size(self) -> int:
@@ -167,19 +70,39 @@ class ModelConfig:
         """Rows of k_proj and of v_proj: num_key_value_heads * head_dim."""
         return self.num_key_value_heads * self.head_dim
 
-    def tensors(self) -> Dict[str, Tuple[TensorSpec, str, Tuple[int, ...]]]:
-        """Every weight of the model: Hugging Face name -> (spec, GGUF name, shape), in the order of the forward pass."""
-        arch = ARCHITECTURES[self.architecture]
-        table: Dict[str, Tuple[TensorSpec, str, Tuple[int, ...]]] = {}
+    @property
+    def qkv_size(self) -> int:
+        """Rows of q_proj, k_proj and v_proj together."""
+        return self.q_size + 2 * self.kv_size
 
-        def add(spec: TensorSpec, prefix: str = "", gguf_prefix: str = "") -> None:
-            shape = tuple(getattr(self, axis) for axis in spec.shape)
-            table[prefix + spec.name] = (spec, gguf_prefix + spec.gguf, shape)
+    @property
+    def gate_up_size(self) -> int:
+        """Rows of gate_proj and up_proj together."""
+        return 2 * self.intermediate_size
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """What an embedding row is multiplied by on its way in."""
+        return math.sqrt(self.hidden_size) if ARCHITECTURES[self.architecture].embedding_times_sqrt_hidden else 1.0
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer attends to the last `sliding_window` positions only, its own included."""
+        return bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+
+    def tensors(self) -> Dict[str, Tensor]:
+        """Every weight of the model by its Hugging Face name, in the order of the forward pass."""
+        arch = ARCHITECTURES[self.architecture]
+        table: Dict[str, Tensor] = {}
+
+        def add(spec: TensorSpec, prefix: str = "", gguf_prefix: str = "", packed_prefix: str = "") -> None:
+            if not spec.when or getattr(self, spec.when):
+                shape = tuple(getattr(self, axis) for axis in spec.shape)
+                table[prefix + spec.name] = Tensor(spec, gguf_prefix + spec.gguf, shape, packed_prefix + spec.packed)
 
         add(arch.embedding)
         for n in range(self.num_hidden_layers):
             for spec in arch.layer:
-                add(spec, f"model.layers.{n}.", f"blk.{n}.")
+                add(spec, f"model.layers.{n}.", f"blk.{n}.", f"layers.{n}.")
         add(arch.norm)
         if not self.tie_word_embeddings:
             add(arch.head)
@@ -189,15 +112,26 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Optional[Mapping[str, Any]] = None,
                 file: str = "config.json") -> "ModelConfig":
         """From the parsed config.json and generation_config.json; `file` is named in errors (KestrelError)."""
-        return cls._read(_Source(config, file), generation_config)
+        s = Fields(config, file)
+        arch = next((a for a in ARCHITECTURES.values() if a.multimodal and a.multimodal == s.get("model_type")), None)
+        if arch is not None:  # what the wrapper says of the tokens counts for the text inside
+            text = Fields(s.get("text_config"), f"{file}: text_config").values
+            shared = {k: s.get(k) for k in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config") if s.get(k) is not None}
+            s = Fields({"model_type": arch.model_type, **text, **shared}, f"{file}: text_config")
+        arch = arch or _architecture(s)
+        return cls._read(Fields({**arch.defaults, **s.values}, s.file), arch, generation_config, os.path.dirname(file))
 
     @classmethod
-    def from_gguf(cls, fields: Mapping[str, Any], tied: bool, file: str = "GGUF") -> "ModelConfig":
-        """From a GGUF file's key-value pairs; `tied` says that the file has no tensor `output.weight`."""
+    def from_gguf(cls, fields: Mapping[str, Any], tied: bool, file: str = "GGUF", tensors: Collection[str] = (),
+                  rope_factors: Optional[Sequence[float]] = None) -> "ModelConfig":
+        """From a GGUF file's key-value pairs; `tied` says that the file has no tensor `output.weight`.
+
+        tensors: names of the file's tensors, for what only they tell (biases). rope_factors: its `rope_freqs.weight`.
+        """
         name = fields.get("general.architecture")
         arch = next((a for a in ARCHITECTURES.values() if a.gguf == name), None)
         if arch is None:
-            supported = ", ".join(a.gguf for a in ARCHITECTURES.values())
+            supported = ", ".join(dict.fromkeys(a.gguf for a in ARCHITECTURES.values()))
             raise KestrelError(f"{file}: general.architecture: expected one of {supported}, found {name!r}")
         spelling = {
             "vocab_size": f"{name}.vocab_size", "hidden_size": f"{name}.embedding_length",
@@ -207,8 +141,12 @@ class ModelConfig:
             "max_position_embeddings": f"{name}.context_length",
             "rms_norm_eps": f"{name}.attention.layer_norm_rms_epsilon", "rope_theta": f"{name}.rope.freq_base",
             "bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id",
+            "sliding_window": f"{name}.attention.sliding_window", "sliding_window_pattern": f"{name}.attention.sliding_window_pattern", "rope_local_base_freq": f"{name}.rope.freq_base_swa",
+            "final_logit_softcapping": f"{name}.final_logit_softcapping", "attn_logit_softcapping": f"{name}.attn_logit_softcapping",
         }
         values = {hf: fields[key] for hf, key in spelling.items() if key in fields}
+        if values.get("sliding_window") == 0:  # llama.cpp's converter writes it for none
+            del values["sliding_window"]
         values["model_type"] = arch.model_type
         values["tie_word_embeddings"] = tied
         if "vocab_size" not in values and isinstance(fields.get("tokenizer.ggml.tokens"), list):
@@ -220,7 +158,15 @@ class ModelConfig:
         scaling = fields.get(f"{name}.rope.scaling.type", "linear" if old else "none")
         if scaling != "none":
             values["rope_scaling"] = {"rope_type": scaling, "factor": fields.get(f"{name}.rope.scaling.factor") or old}
-        config = cls._read(_Source(values, file, spelling), None)
+        if rope_factors is not None:
+            if "rope_scaling" in values:
+                raise KestrelError(f"{file}: rope_freqs.weight: expected none beside {name}.rope.scaling.type")
+            values["rope_scaling"] = {"rope_type": "factors", "factors": list(rope_factors)}
+        for when in {spec.when for spec in arch.layer if spec.when}:
+            values[when] = any(f"blk.0.{spec.gguf}" in tensors for spec in arch.layer if spec.when == when)
+        if arch.model_type == "gemma3_text" and values.get("num_hidden_layers") == 62:  # 27B: llama.cpp's own rule, the file has no key for it
+            values["query_pre_attn_scalar"] = 168
+        config = cls._read(Fields(values, file, spelling), arch, None, "")
         for key in (f"{name}.rope.dimension_count", f"{name}.attention.value_length"):
             if fields.get(key, config.head_dim) != config.head_dim:
                 raise KestrelError(f"{file}: {key}: expected {config.head_dim} (head_dim), found {fields[key]!r}")
@@ -229,17 +175,14 @@ class ModelConfig:
         return config
 
     @classmethod
-    def _read(cls, s: _Source, generation_config: Optional[Mapping[str, Any]]) -> "ModelConfig":
-        arch = ARCHITECTURES.get(s.get("model_type")) if isinstance(s.get("model_type"), str) else None
-        if arch is None:
-            raise s.fail("model_type", "one of " + ", ".join(ARCHITECTURES), s.get("model_type"))
+    def _read(cls, s: Fields, arch: Architecture, generation_config: Optional[Mapping[str, Any]], folder: str) -> "ModelConfig":
         quantization = s.get("quantization_config")
         if quantization is not None:
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
             raise s.fail("quantization_config", "an unquantised checkpoint (BF16, F16 or F32)", method or quantization)
-        act = s.get("hidden_act") or arch.hidden_act[0]
-        if act not in arch.hidden_act:
-            raise s.fail("hidden_act", " or ".join(arch.hidden_act), act)
+        for key in ("hidden_act", "hidden_activation"):
+            if (s.get(key) or arch.hidden_act[0]) not in arch.hidden_act:
+                raise s.fail(key, " or ".join(arch.hidden_act), s.get(key))
         for key, only in arch.required.items():
             if s.get(key) is not None and s.get(key) != only:
                 raise s.fail(key, json.dumps(only), s.get(key))
@@ -254,12 +197,16 @@ class ModelConfig:
         head_dim = s.integer("head_dim", default=hidden_size // heads, high=1 << 14)
         if head_dim % 2:
             raise s.fail("head_dim", "an even number (rope turns pairs)", head_dim)
-        rope_theta, rope_scaling = _rope(s)
+        rope = read_rope(s, head_dim, arch.rope_theta, arch.rope_local_base_freq)
+        layers = s.integer("num_hidden_layers", high=1 << 12)
+        window, layer_types = _windows(s, arch, layers)
+        scalar = s.number("query_pre_attn_scalar", default=head_dim)
+        known = {spec.when for spec in arch.layer}
         vocab_size = s.integer("vocab_size")
         eos = s.token_ids("eos_token_id", vocab_size)
         if generation_config is not None:
-            beside = os.path.join(os.path.dirname(s.file), "generation_config.json")
-            eos += _Source(generation_config, beside).token_ids("eos_token_id", vocab_size)
+            beside = os.path.join(folder, "generation_config.json")
+            eos += Fields(generation_config, beside).token_ids("eos_token_id", vocab_size)
         bos = s.token_ids("bos_token_id", vocab_size)
         pad = s.get("pad_token_id")
         pad_known = isinstance(pad, int) and not isinstance(pad, bool) and 0 <= pad < vocab_size  # -1 is common: none
@@ -268,23 +215,31 @@ class ModelConfig:
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=s.integer("intermediate_size"),
-            num_hidden_layers=s.integer("num_hidden_layers", high=1 << 12),
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             max_position_embeddings=s.integer("max_position_embeddings", default=2048),
             rms_norm_eps=s.number("rms_norm_eps", default=1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             tie_word_embeddings=s.boolean("tie_word_embeddings", default=False),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos)),
             pad_token_id=pad if pad_known else None,
+            hidden_act=arch.hidden_act[0],
+            attention_bias=s.boolean("attention_bias", default=False) if "attention_bias" in known else False,
+            mlp_bias=s.boolean("mlp_bias", default=False) if "mlp_bias" in known else False,
+            sliding_window=window,
+            layer_types=layer_types,
+            rope_local_base_freq=rope.local_base_freq,
+            query_pre_attn_scalar=None if scalar == head_dim else scalar,
         )
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` gives the equal object back (floats keep every bit)."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """One line of JSON; `from_json` gives the equal object back (floats keep every bit). What has its default is left out."""
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        return json.dumps({k: v for k, v in asdict(self).items() if k not in defaults or v != defaults[k]}, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, file: str = "config") -> "ModelConfig":
@@ -293,56 +248,40 @@ class ModelConfig:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise KestrelError(f"{file}: config: not JSON: {error}") from None
-        s = _Source(values, file)
-        names = {f.name for f in fields(cls)}
-        for key in sorted(names.symmetric_difference(values)):
-            raise KestrelError(f"{file}: config: {'missing' if key in names else 'unknown'} key {key!r}")
-        config = cls._read(_Source(
-            {**{k: v for k, v in s.values.items() if k not in ("architecture", "eos_token_ids")},
-             "model_type": values["architecture"], "eos_token_id": values["eos_token_ids"]}, file,
-            {"model_type": "architecture", "eos_token_id": "eos_token_ids"}), None)
-        return config
+        s = Fields(values, file)
+        for key in sorted({f.name for f in fields(cls) if f.default is MISSING} - set(values)):
+            raise KestrelError(f"{file}: config: missing key {key!r}")
+        for key in sorted(set(values) - {f.name for f in fields(cls)}):
+            raise KestrelError(f"{file}: config: unknown key {key!r}")
+        s = Fields({**{k: v for k, v in s.values.items() if k not in ("architecture", "eos_token_ids")}, "use_sliding_window": True,
+                    "model_type": values["architecture"], "eos_token_id": values["eos_token_ids"]}, file,
+                   {"model_type": "architecture", "eos_token_id": "eos_token_ids"})
+        return cls._read(s, _architecture(s), None, "")
 
 
-def _rope(s: _Source) -> Tuple[float, Optional[Dict[str, Any]]]:
-    """(rope_theta, normalised rope_scaling or None) from either spelling; both at once must agree."""
-    found = []
-    for key in ("rope_parameters", "rope_scaling"):
-        value = s.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise s.fail(key, "an object", value)
-        found.append((key, _rope_scaling(s, key, value)))
-    if len(found) == 2 and found[0][1] != found[1][1]:
-        raise s.fail("rope_scaling", "the same as rope_parameters", s.get("rope_scaling"))
-    nested = s.get("rope_parameters") or {}
-    top = s.get("rope_theta")
-    if top is not None and nested.get("rope_theta") not in (None, top):
-        raise s.fail("rope_theta", f"{nested['rope_theta']!r} as in rope_parameters", top)
-    theta = _Source({"rope_theta": nested.get("rope_theta", top)}, s.file, s.spelling)
-    return theta.number("rope_theta", default=10000.0), found[0][1] if found else None
+def _architecture(s: Fields) -> Architecture:
+    kind = s.get("model_type")
+    arch = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if arch is None:
+        raise s.fail("model_type", "one of " + ", ".join(ARCHITECTURES), kind)
+    return arch
 
 
-def _rope_scaling(s: _Source, key: str, value: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
-    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
-    kind = next(iter(kinds))
-    if len(kinds) > 1 or kind not in _ROPE_PARAMETERS:
-        raise s.fail(f"{key}.rope_type", "one of " + ", ".join(_ROPE_PARAMETERS), " and ".join(sorted(kinds)))
-    parameters = _ROPE_PARAMETERS[kind]
-    r = _Source(value, f"{s.file}: {key}")
-    result: Dict[str, Any] = {"rope_type": kind}
-    for name, least in parameters.items():
-        if isinstance(least, int):
-            result[name] = r.integer(name, low=least)
-        else:
-            result[name] = r.number(name, low=least, above=least == 0.0)
-    for name, given in value.items():
-        if name == "partial_rotary_factor" and given == 1:
-            continue
-        if name not in parameters and name not in _ROPE_IGNORED and given is not None:
-            raise r.fail(name, f"nothing (rope_type {kind} has no such parameter)", given)
-    if kind == "llama3" and result["high_freq_factor"] <= result["low_freq_factor"]:
-        raise r.fail("high_freq_factor", f"more than low_freq_factor ({result['low_freq_factor']})",
-                     result["high_freq_factor"])
-    return None if kind == "default" else result
+def _windows(s: Fields, arch: Architecture, layers: int) -> Tuple[Optional[int], Tuple[str, ...]]:
+    """(sliding_window, layer_types) as ModelConfig holds them: None and () when no layer slides."""
+    if not arch.sliding or s.get("sliding_window") is None or (
+            arch.sliding == "from max_window_layers" and not s.boolean("use_sliding_window", default=False)):
+        return None, ()
+    window = s.integer("sliding_window")
+    types = s.get("layer_types")
+    if arch.sliding == "all":
+        types = [_LAYER_TYPES[1]] * layers
+    elif types is None and arch.sliding == "pattern":
+        pattern = s.integer("sliding_window_pattern", default=6)
+        types = [_LAYER_TYPES[(i + 1) % pattern != 0] for i in range(layers)]
+    elif types is None:
+        first = s.integer("max_window_layers", default=28, low=0)
+        types = [_LAYER_TYPES[i >= first] for i in range(layers)]
+    if not isinstance(types, (list, tuple)) or len(types) != layers or not all(t in _LAYER_TYPES for t in types):
+        raise s.fail("layer_types", f"{layers} of {' or '.join(_LAYER_TYPES)}", types)
+    return (window, tuple(types)) if _LAYER_TYPES[1] in types else (None, ())

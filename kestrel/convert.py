@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import KestrelError
 from .model import ForwardModel
-from .pack import WEIGHT_TYPES, Matrix, matrices, vectors, write_packed
+from .pack import WEIGHT_TYPES, Matrix, Vector, matrices, write_packed
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -50,10 +50,14 @@ class _Fold:
                 self.rows[f"{layer}.gate_up"] = np.concatenate([ones, ones / self.columns[m.name]])
         self.head = self.columns["embedding" if c.tie_word_embeddings else "head"]
 
-    def gain(self, name: str, gain: np.ndarray) -> np.ndarray:
-        """A norm's gain, divided by the factors of the matrix that reads its output."""
-        reader = {"attention_norm": "qkv", "mlp_norm": "gate_up"}.get(name.rpartition(".")[2])
-        return gain / (self.columns[f"{name.rpartition('.')[0]}.{reader}"] if reader else self.head)
+    def vector(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A norm's gain, divided by the factors of the matrix that reads its output; a bias, multiplied by those of its matrix's rows."""
+        layer, _, kind = name.rpartition(".")
+        if kind == "final_norm":
+            return values / self.head
+        if kind in ("attention_norm", "mlp_norm"):
+            return values / self.columns[layer + (".qkv" if kind == "attention_norm" else ".gate_up")]
+        return values * self.rows[name[:-len("_bias")]] if name.endswith("_bias") and name[:-len("_bias")] in self.rows else values
 
 
 def row_blocks(checkpoint: Checkpoint, matrix: Matrix, fold: Optional[_Fold]) -> Iterator[Tuple[int, np.ndarray]]:
@@ -99,15 +103,15 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
                               "tokenizer_config.json": json.dumps(tokenizer_config, sort_keys=True).encode()}
     if checkpoint.chat_template is not None:
         text["chat_template"] = checkpoint.chat_template.encode()
-    names = dict(vectors(checkpoint.config, False))
     fingerprint = checkpoint.fingerprint
 
     def write(path: str, calibration: str, fold: Optional[_Fold], report: Progress) -> None:
-        def vector(name: str) -> np.ndarray:
-            if name == "embedding_scale":
-                return np.float32(1) / fold.head  # type: ignore[union-attr]
-            gain = checkpoint.tensor(names[name])
-            return gain if fold is None else fold.gain(name, gain)
+        def vector(v: Vector) -> np.ndarray:
+            if v.name == "embedding_scale":
+                scale = np.full(v.size, checkpoint.config.embedding_multiplier, np.float32)
+                return scale / fold.head if fold is not None and checkpoint.config.tie_word_embeddings else scale
+            values = np.concatenate([checkpoint.tensor(source) for source in v.sources])
+            return values if fold is None else fold.vector(v.name, values)
 
         write_packed(path, checkpoint.config, weights, fingerprint, calibration, text, vector, lambda m: row_blocks(checkpoint, m, fold), report)
 

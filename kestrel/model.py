@@ -2,7 +2,6 @@
 """A packed model made runnable: weights in the mapped file, key-value caches, and the only place that runs a forward pass."""
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ from ._native import ffi, lib
 from .config import ModelConfig
 from .errors import KestrelError
 from .pack import PackedModel
+from .rope import inverse_frequencies
 from .sampling import Sampling, TokenLogprobs
 
 MAX_DRAFT = 32  # the longest draft a pass may carry
@@ -35,27 +35,12 @@ class Cancelled(Exception):
     """A step was cancelled by a signal; every cache has its old length."""
 
 
-def rope_inv_freq(config: ModelConfig) -> np.ndarray:
-    """float32 [head_dim / 2]: rotary frequencies with the config's scaling.
-
-    Sources: linear (Chen et al. 2023, position interpolation), llama3 (Meta's Llama 3.1 reference code; transformers'
-    `_compute_llama3_parameters`). Only exactly rounded operations, in float32 as in transformers.
-    """
-    inv_freq = _native.rope_inv_freq(config.rope_theta, config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inv_freq
-    factor = np.float32(scaling["factor"])
-    if scaling["rope_type"] == "linear":
-        return inv_freq / factor
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    wavelength = np.float32(2 * math.pi) / inv_freq
-    smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
-    blended = (np.float32(1) - smooth) * (inv_freq / factor) + smooth * inv_freq
-    result = np.where(wavelength > np.float32(original / low), inv_freq / factor, inv_freq)
-    medium = (wavelength >= np.float32(original / high)) & (wavelength <= np.float32(original / low))
-    return np.where(medium, blended, result).astype(np.float32)
+def rope_tables(config: ModelConfig) -> np.ndarray:
+    """float32 [tables, head_dim / 2]: rotary frequencies with the config's scaling, then those of sliding layers where they differ."""
+    tables = [inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)]
+    if config.rope_local_base_freq is not None:
+        tables.append(inverse_frequencies(config.rope_local_base_freq, config.head_dim, None))
+    return np.stack(tables)
 
 
 def kv_position_bytes(config: ModelConfig, kv_type: str) -> int:
@@ -150,34 +135,39 @@ class ForwardModel:
         keep: List[Any] = []
 
         def vector(name: str) -> Any:
+            if not p.has(name):
+                return ffi.NULL
             keep.append(ffi.from_buffer("float[]", p.vector(name)))
             return keep[-1]
 
         def weight(into: Any, name: str, n: int, k: int) -> None:
             keep.append(ffi.from_buffer("uint8_t[]", p.array(name)))
-            into.type, into.n, into.k, into.data = _native.TYPES[p.weight_type], n, k, keep[-1]
+            into.type, into.n, into.k, into.data, into.bias = _native.TYPES[p.weight_type], n, k, keep[-1], vector(name + "_bias")
 
         layers = ffi.new("kestrel_layer[]", c.num_hidden_layers)
+        tables = rope_tables(c)
         for i in range(c.num_hidden_layers):
-            at = f"layers.{i}."
-            layers[i].attention_norm, layers[i].mlp_norm = vector(at + "attention_norm"), vector(at + "mlp_norm")
-            weight(layers[i].qkv, at + "qkv", c.q_size + 2 * c.kv_size, c.hidden_size)
-            weight(layers[i].o, at + "o", c.hidden_size, c.q_size)
-            weight(layers[i].gate_up, at + "gate_up", 2 * c.intermediate_size, c.hidden_size)
-            weight(layers[i].down, at + "down", c.hidden_size, c.intermediate_size)
-        inv_freq = rope_inv_freq(c)
+            at, layer = f"layers.{i}.", layers[i]
+            for name in ("attention_norm", "q_norm", "k_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
+                setattr(layer, name, vector(at + name))
+            weight(layer.qkv, at + "qkv", c.qkv_size, c.hidden_size)
+            weight(layer.o, at + "o", c.hidden_size, c.q_size)
+            weight(layer.gate_up, at + "gate_up", c.gate_up_size, c.hidden_size)
+            weight(layer.down, at + "down", c.hidden_size, c.intermediate_size)
+            layer.window = c.sliding_window if c.slides(i) else 0
+            layer.rope = len(tables) - 1 if c.slides(i) else 0
         config = ffi.new("kestrel_config *")
         config.vocab_size, config.sampled_vocab = c.vocab_size, self.sampled_vocab
         config.hidden_size, config.intermediate_size, config.n_layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
         config.n_heads, config.n_kv_heads, config.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        config.rms_norm_eps = c.rms_norm_eps
-        config.rope_inv_freq = ffi.from_buffer("float[]", inv_freq)
-        config.final_norm = vector("final_norm")
-        config.embedding_scale = vector("embedding_scale") if p.folded_head else ffi.NULL
+        config.hidden_act, config.rms_norm_eps = _native.HIDDEN_ACTS[c.hidden_act], c.rms_norm_eps
+        config.query_scale = np.float32(1) / np.sqrt(np.float32(c.query_pre_attn_scalar or c.head_dim))
+        config.n_ropes, config.rope_inv_freq = len(tables), ffi.from_buffer("float[]", tables)
+        config.final_norm, config.embedding_scale = vector("final_norm"), vector("embedding_scale")
         weight(config.embedding, "embedding", c.vocab_size, c.hidden_size)
         weight(config.head, "embedding" if c.tie_word_embeddings else "head", c.vocab_size, c.hidden_size)
         config.layers = layers
-        keep += [layers, inv_freq]
+        keep += [layers, tables]
         return config, keep
 
     # --- caches ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed file: one safetensors container that is mapped and used as it lies.
 
-Tensors: `embedding`, `head` (absent when tied), `embedding_scale` (only when a tied head is folded), `final_norm`, `layers.N.{attention_norm, mlp_norm, qkv, o, gate_up, down}`, and the
+Tensors: `embedding`, `head` (absent when tied), `embedding_scale` (see `vectors`), `final_norm`, `layers.N.{attention_norm, mlp_norm, qkv, o, gate_up, down}`,
+where the architecture has them `layers.N.{qkv, o, gate_up, down}_bias`, `layers.N.{q_norm, k_norm, attention_post_norm, mlp_post_norm}`, and the
 text files `tokenizer.json`, `tokenizer_config.json`, `chat_template` as U8. A matrix is U8 in the panel layout of csrc/kernels.h;
-a norm is F32. The data section and every tensor begin at a multiple of 64 bytes: the header is padded with spaces, norms with
+a vector is F32. The data section and every tensor begin at a multiple of 64 bytes: the header is padded with spaces, norms with
 zeros, text with spaces (its true length stands in the metadata). `__metadata__`: format, format_version, numerics_version,
 config (JSON), calibration (sha256 of the ids, or off), weights (JSON: name -> type, group, n, k, panel, scale), text (JSON: name -> length), source (fingerprint).
 """
@@ -36,33 +37,35 @@ class Matrix(NamedTuple):
     k: int
 
 
-def matrices(config: ModelConfig) -> List[Matrix]:
-    """Every matrix of the packed file, in the order of the forward pass, the head last."""
-    h, q, kv, ffn = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
-    table = [Matrix("embedding", ("model.embed_tokens.weight",), config.vocab_size, h)]
-    for i in range(config.num_hidden_layers):
-        p, m = f"layers.{i}.", f"model.layers.{i}."
-        table += [
-            Matrix(p + "qkv", tuple(m + f"self_attn.{x}_proj.weight" for x in "qkv"), q + 2 * kv, h),
-            Matrix(p + "o", (m + "self_attn.o_proj.weight",), h, q),
-            Matrix(p + "gate_up", (m + "mlp.gate_proj.weight", m + "mlp.up_proj.weight"), 2 * ffn, h),
-            Matrix(p + "down", (m + "mlp.down_proj.weight",), h, ffn),
-        ]
-    if not config.tie_word_embeddings:
-        table.append(Matrix("head", ("lm_head.weight",), config.vocab_size, h))
+class Vector(NamedTuple):
+    """A packed vector of float32: a norm's gain or a matmul's bias, from `sources` one after the other, or `embedding_scale` (none)."""
+
+    name: str
+    sources: Tuple[str, ...]
+    size: int
+
+
+def _packed_tensors(config: ModelConfig, axes: int) -> Dict[str, Tuple[Tuple[str, ...], int, int]]:
+    """Packed name -> (sources, rows in all, columns), of the tensors with so many axes."""
+    table: Dict[str, Tuple[Tuple[str, ...], int, int]] = {}
+    for name, t in config.tensors().items():
+        if len(t.shape) == axes:
+            sources, rows, columns = table.get(t.packed, ((), 0, t.shape[-1]))
+            table[t.packed] = (sources + (name,), rows + t.shape[0], columns)
     return table
 
 
-def vectors(config: ModelConfig, folded: bool) -> List[Tuple[str, str]]:
-    """(name in the packed file, source tensor) of every vector, each [hidden_size] float32: the norms' gains, and for a tied head
-    that was folded the factors that undo it for the embedding ("")."""
-    table = []
-    for i in range(config.num_hidden_layers):
-        table += [(f"layers.{i}.attention_norm", f"model.layers.{i}.input_layernorm.weight"),
-                  (f"layers.{i}.mlp_norm", f"model.layers.{i}.post_attention_layernorm.weight")]
-    table.append(("final_norm", "model.norm.weight"))
-    if folded and config.tie_word_embeddings:
-        table.append(("embedding_scale", ""))
+def matrices(config: ModelConfig) -> List[Matrix]:
+    """Every matrix of the packed file, in the order of the forward pass, the head last."""
+    return [Matrix(name, *m) for name, m in _packed_tensors(config, 2).items()]
+
+
+def vectors(config: ModelConfig, folded: bool) -> List[Vector]:
+    """Every vector of the packed file, in the order of the forward pass, then `embedding_scale`: what an embedding row is multiplied by on its
+    way in, for an architecture that does so and to undo the fold of a tied head."""
+    table = [Vector(name, sources, size) for name, (sources, size, _) in _packed_tensors(config, 1).items()]
+    if config.embedding_multiplier != 1 or (folded and config.tie_word_embeddings):
+        table.append(Vector("embedding_scale", (), config.hidden_size))
     return table
 
 
@@ -78,11 +81,11 @@ def _weight_entry(matrix: Matrix, weight_type: str) -> Dict[str, Any]:
 
 
 def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, calibration: str, text: Dict[str, bytes],
-                 vector: Callable[[str], np.ndarray], blocks: Callable[[Matrix], Iterator[Tuple[int, np.ndarray]]],
+                 vector: Callable[[Vector], np.ndarray], blocks: Callable[[Matrix], Iterator[Tuple[int, np.ndarray]]],
                  progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Writes a packed file; nothing stands under `path` until it is whole (renamed into place after fsync).
 
-    calibration: sha256 of the token ids that the fold was made from, or "off". vector(name in the packed file) -> float32 [hidden_size]; blocks(matrix) -> (first row, float32 [rows, k], or uint8
+    calibration: sha256 of the token ids that the fold was made from, or "off". vector(one of `vectors`) -> float32 [size]; blocks(matrix) -> (first row, float32 [rows, k], or uint8
     [panels, bytes of one] that are packed already) with rows ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
     """
     table, small = matrices(config), vectors(config, calibration != "off")
@@ -94,9 +97,9 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
 
-    for name, _ in small:
-        size = _padded(4 * config.hidden_size)
-        place(name, "F32", [size // 4], size)
+    for v in small:
+        size = _padded(4 * v.size)
+        place(v.name, "F32", [size // 4], size)
     for m in table:
         size = _native.packed_bytes(weight_type, m.n, m.k)
         place(m.name, "U8", [size], size)
@@ -119,8 +122,10 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
     try:
         with file:
             file.write(len(header).to_bytes(8, "little") + header)
-            for name, _ in small:
-                raw = np.ascontiguousarray(vector(name), np.float32).tobytes()
+            for v in small:
+                raw = np.ascontiguousarray(vector(v), np.float32).tobytes()
+                if len(raw) != 4 * v.size:
+                    raise ValueError(f"{v.name}: {len(raw) // 4} numbers, expected {v.size}")
                 file.write(raw + bytes(_padded(len(raw)) - len(raw)))
             for m in table:
                 _write_matrix(file, m, weight_type, blocks(m))
@@ -201,8 +206,9 @@ class PackedModel:
             if weights.get(name) != _weight_entry(m, self.weight_type):
                 raise KestrelError(f"{self.path}: {name}: expected {_weight_entry(m, self.weight_type)}, found {weights.get(name)}")
             expected[name] = ("U8", _native.packed_bytes(self.weight_type, m.n, m.k))
-        for name, _ in vectors(self.config, self.calibration != "off"):
-            expected[name] = ("F32", _padded(4 * self.config.hidden_size))
+        self._sizes = {v.name: v.size for v in vectors(self.config, self.calibration != "off")}
+        for name, size in self._sizes.items():
+            expected[name] = ("F32", _padded(4 * size))
         for name, length in self._text.items():
             if name not in _TEXT or isinstance(length, bool) or not isinstance(length, int) or length < 0:
                 raise KestrelError(f"{self.path}: text {name!r}: unknown, or not a length")
@@ -215,10 +221,9 @@ class PackedModel:
                 raise KestrelError(f"{self.path}: {name}: expected {dtype} of {size} bytes at a multiple of {_ALIGNMENT}, "
                                    f"found {e.dtype} of {e.end - e.begin} bytes at {e.begin}")
 
-    @property
-    def folded_head(self) -> bool:
-        """The embedding carries the head's fold: `embedding_scale` undoes it for the rows that go in."""
-        return "embedding_scale" in self._entries
+    def has(self, name: str) -> bool:
+        """Whether the file has that tensor: biases, some norms and `embedding_scale` are there or not."""
+        return name in self._entries
 
     def array(self, name: str) -> np.ndarray:
         """Bytes of a tensor as they lie in the mapped file: uint8, read-only."""
@@ -226,8 +231,8 @@ class PackedModel:
         return self._buffer[e.begin:e.end]
 
     def vector(self, name: str) -> np.ndarray:
-        """A norm's gain, or `embedding_scale`: float32 [hidden_size], read-only, in the mapped file."""
-        return self.array(name).view(np.float32)[:self.config.hidden_size]
+        """A norm's gain, a bias or `embedding_scale`: float32 [size], read-only, in the mapped file."""
+        return self.array(name).view(np.float32)[:self._sizes[name]]
 
     def text(self, name: str) -> Optional[bytes]:
         """`tokenizer.json`, `tokenizer_config.json` or `chat_template` as stored; None when the file has none."""

@@ -16,7 +16,7 @@ import numpy as np
 from . import _native
 from .config import ModelConfig
 from .errors import KestrelError
-from .pack import Matrix, PackedModel, matrices, write_packed
+from .pack import Matrix, PackedModel, Vector, matrices, write_packed
 from .toy import text_files, uniform
 
 _BLOCK = 1 << 22  # floats that are hashed for one (width, gain)
@@ -99,8 +99,8 @@ def write_synthetic(path: str, shape: str, weights: str = "int8", seed: int = 1,
             made[m.k, gain] = _panels(seed, most[m.k], m.k, gain, weights)
         return _repeat(made[m.k, gain], m.n, zlib.crc32(m.name.encode()))
 
-    def vector(name: str) -> np.ndarray:
-        return (1.0 + 0.25 * uniform(seed, zlib.crc32(name.encode()), config.hidden_size)).astype(np.float32)
+    def vector(v: Vector) -> np.ndarray:
+        return (1.0 + 0.25 * uniform(seed, zlib.crc32(v.name.encode()), v.size)).astype(np.float32)
 
     write_packed(path, config, weights, _source(shape, seed), "off", text_files(), vector, blocks, progress)
 

@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, Tuple
 import numpy as np
 
 from .config import ModelConfig
-from .pack import Matrix, write_packed
+from .pack import Matrix, Vector, write_packed
 
 CONFIG = ModelConfig(
     architecture="llama", vocab_size=323, hidden_size=96, intermediate_size=150, num_hidden_layers=3, num_attention_heads=6,
@@ -63,8 +63,10 @@ def write_toy(path: str, weight_type: str = "int8", seed: int = 1, config: Model
         gain = 6.0 if m.name == "embedding" else 3.0 if m.name.endswith("qkv") else 1.0
         yield 0, matrix(stream, m.n, m.k, gain)
 
-    def gain(name: str) -> np.ndarray:
-        stream = sum(ord(c) << 8 * (i % 6) for i, c in enumerate(name))
-        return (1.0 + 0.25 * uniform(seed, stream, config.hidden_size)).astype(np.float32)
+    def vector(v: Vector) -> np.ndarray:
+        if v.name == "embedding_scale":
+            return np.full(v.size, config.embedding_multiplier, np.float32)
+        stream = sum(ord(c) << 8 * (i % 6) for i, c in enumerate(v.name))
+        return ((0.0 if v.name.endswith("_bias") else 1.0) + 0.25 * uniform(seed, stream, v.size)).astype(np.float32)
 
-    write_packed(path, config, weight_type, f"toy, seed {seed}", "off", text_files(), gain, blocks)
+    write_packed(path, config, weight_type, f"toy, seed {seed}", "off", text_files(), vector, blocks)

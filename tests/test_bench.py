@@ -91,7 +91,7 @@ def test_bytes_per_token(tmp_path, tied, weights, element):
     packed = PackedModel(str(tmp_path / "m"))
     kv = ForwardModel(packed, threads=1, max_rows=1).new_kv(10)
     read = [m for m in matrices(config) if tied or m.name != "embedding"]  # an untied embedding is one row
-    expected = sum(_native.packed_bytes(weights, m.n, m.k) for m in read) + 4 * config.hidden_size * len(vectors(config, False))
+    expected = sum(_native.packed_bytes(weights, m.n, m.k) for m in read) + 4 * sum(v.size for v in vectors(config, False))
     assert bytes_per_token(packed, kv, 0) == expected
     assert bytes_per_token(packed, kv, 2.5) - expected == 2.5 * config.num_hidden_layers * 2 * config.kv_size * element
 

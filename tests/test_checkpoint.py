@@ -547,8 +547,12 @@ def test_quantised_gguf_without_the_package(tmp_path, monkeypatch):
 def test_gguf_tensors_are_named(tmp_path):
     truth = weights()
     assert "blk.1.ffn_up.weight" in error_of(write_gguf(tmp_path / "a.gguf", truth, skip=["model.layers.1.mlp.up_proj.weight"]))
-    assert "blk.0.attn_q.bias" in error_of(write_gguf(tmp_path / "b.gguf", {**truth, "blk.0.attn_q.bias": np.zeros(8, np.float32)}))
-    assert "Llama 3" in error_of(write_gguf(tmp_path / "c.gguf", {**truth, "rope_freqs.weight": np.ones(16, np.float32)}))
+    assert "blk.0.attn_z.bias" in error_of(write_gguf(tmp_path / "b.gguf", {**truth, "blk.0.attn_z.bias": np.zeros(8, np.float32)}))
+    factors = Checkpoint.open(str(write_gguf(tmp_path / "c.gguf", {**truth, "rope_freqs.weight": np.arange(1, 17, dtype=np.float32)})))
+    assert factors.config.rope_scaling == {"rope_type": "factors", "factors": [float(i) for i in range(1, 17)]}
+    for wrong in (np.ones(15, np.float32), np.zeros(16, np.float32), np.full(16, np.nan, np.float32), np.ones((16, 2), np.float32), np.ones(16, np.float16)):
+        assert "rope" in error_of(write_gguf(tmp_path / "c.gguf", {**truth, "rope_freqs.weight": wrong}))
+    assert "longrope" in error_of(write_gguf(tmp_path / "c.gguf", {**truth, "rope_factors_long.weight": np.ones(16, np.float32)}))
     wrong = {**truth, "model.norm.weight": np.ones(63, np.float32)}
     message = error_of(write_gguf(tmp_path / "d.gguf", wrong))
     assert "[64]" in message and "[63]" in message

@@ -39,7 +39,7 @@ def test_smollm2():
     assert (c.q_size, c.kv_size) == (576, 192)
     tensors = c.tensors()
     assert len(tensors) == 2 + 30 * 9
-    assert tensors["model.layers.29.self_attn.k_proj.weight"][1:] == ("blk.29.attn_k.weight", (192, 576))
+    assert tensors["model.layers.29.self_attn.k_proj.weight"][1:] == ("blk.29.attn_k.weight", (192, 576), "layers.29.qkv")
 
 
 def test_both_rope_spellings_are_one_config():
@@ -133,8 +133,16 @@ def test_pad_token_minus_one_is_none():
     (dict(quantization_config={"quant_method": "fp8"}), ("quantization_config", "fp8")),
     (dict(quantization_config={}), ("quantization_config",)),
     (dict(hidden_act="gelu"), ("hidden_act", "silu", "gelu")),
-    (dict(attention_bias=True), ("attention_bias", "false", "True")),
-    (dict(mlp_bias=True), ("mlp_bias",)),
+    (dict(attention_bias="yes"), ("attention_bias", "true or false", "yes")),
+    (dict(mlp_bias=1), ("mlp_bias",)),
+    (dict(model_type="gemma3_text", attention_bias=True, hidden_act=None, sliding_window=512), ("attention_bias", "false", "True")),
+    (dict(model_type="gemma3_text", hidden_act=None, final_logit_softcapping=30.0), ("final_logit_softcapping", "null", "30.0")),
+    (dict(model_type="gemma3", text_config=None), ("text_config", "object")),
+    (dict(model_type="gemma2"), ("model_type", "gemma2", "llama, mistral, qwen2, qwen3, gemma3_text, phi3")),
+    (dict(model_type="mistral", sliding_window=-1), ("sliding_window", "-1")),
+    (dict(model_type="qwen2", use_sliding_window=True, sliding_window=64, layer_types=["full_attention"]), ("layer_types", "30 of")),
+    (dict(model_type="qwen2", use_sliding_window=True, sliding_window=64, layer_types=["local"] * 30), ("layer_types", "sliding_attention")),
+    (dict(model_type="phi3", rope_scaling={"type": "longrope", "long_factor": [1.0]}), ("longrope",)),
     (dict(partial_rotary_factor=0.5), ("partial_rotary_factor", "0.5")),
     (dict(head_dim=63), ("head_dim", "even", "63")),
     (dict(num_key_value_heads=4), ("num_key_value_heads", "divisor", "4")),

@@ -112,7 +112,7 @@ int main(void)
                                         .o = weight(type, H, HEADS * D), .gate_up = weight(type, 2 * F, H), .down = weight(type, H, F)};
         const kestrel_weight embedding = weight(type, V, H);
         const kestrel_config config = {.vocab_size = V, .sampled_vocab = V, .hidden_size = H, .intermediate_size = F, .n_layers = L, .n_heads = HEADS,
-                                       .n_kv_heads = KV_HEADS, .head_dim = D, .rms_norm_eps = 1e-5f, .rope_inv_freq = inv_freq, .final_norm = ones,
+                                       .n_kv_heads = KV_HEADS, .head_dim = D, .rms_norm_eps = 1e-5f, .query_scale = 0.3f, .n_ropes = 1, .rope_inv_freq = inv_freq, .final_norm = ones,
                                        .embedding = embedding, .head = embedding, .layers = layers};
         const int32_t kv_type = type == KESTREL_F32 ? KESTREL_F32 : KESTREL_F16;
         answer(&config, 1, kv_type, one);

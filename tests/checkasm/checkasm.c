@@ -19,6 +19,7 @@ static const struct { const char *op; check_fn *check, *bench; } families[] = {
     {"norm", check_norm, bench_norm},
     {"rope", check_rope, bench_rope},
     {"silu_multiply", check_silu_multiply, bench_silu_multiply},
+    {"gelu_multiply", check_gelu_multiply, bench_gelu_multiply},
     {"attention_span", check_attention_span, bench_attention_span},
     {"attention_merge", check_attention_merge, bench_attention_merge},
     {"attention_finish", check_attention_finish, bench_attention_finish},

@@ -1,4 +1,4 @@
-/* The small ops, one row at a time: norm, rope, silu_multiply. SPDX-License-Identifier: Apache-2.0 */
+/* The small ops, one row at a time: norm, rope, silu_multiply, gelu_multiply. SPDX-License-Identifier: Apache-2.0 */
 #include "checkasm.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,6 +46,12 @@ static void check_norm_n(const kestrel_variant *v, int64_t n, bool with_delta, f
         if (got != finite) check_fail("returned %d, portable %d", got, finite);
         check_same_floats("x", row, sum, (size_t)n);
         check_same_floats("dst", dst, want, (size_t)n);
+        check_end_case();
+        if (with_delta) continue;
+        check_case("n %lld, poison %g, %s, in place", (long long)n, (double)poison, place == AT_HEAD ? "head" : "tail");
+        row = guarded_copy(x, n, place, false);
+        if (norm(row, NULL, guarded_copy(gain, n, place, true), n, eps, row) != finite) check_fail("portable returned %d", finite);
+        check_same_floats("dst", row, want, (size_t)n);
         check_end_case();
     }
     free(x); free(delta); free(gain); free(sum); free(want);
@@ -97,11 +103,18 @@ void check_rope(const kestrel_variant *v)
         }
 }
 
-/* --- silu_multiply ------------------------------------------------------------------------------------------------------ */
+/* --- silu_multiply, gelu_multiply ---------------------------------------------------------------------------------------- */
 
-void check_silu_multiply(const kestrel_variant *v)
+static double silu(double g) { return g / (1 + exp(g < -88 ? 88 : -g)); } /* expf's clamp: exp(88) stays exp(88) */
+static double gelu(double g)
 {
-    kestrel_silu_multiply_fn *silu = (kestrel_silu_multiply_fn *)v->function;
+    const double y = sqrt(2 / acos(-1)) * (g + 0.044715 * g * g * g);
+    return g / (1 + exp(y < -44 ? 88 : -2 * y));
+}
+
+static void check_gated(const kestrel_variant *v, kestrel_silu_multiply_fn *portable, double (*statement)(double), double bound)
+{
+    kestrel_silu_multiply_fn *gated = (kestrel_silu_multiply_fn *)v->function;
     const int64_t real[] = {576, 1536, 3072};
     for (int64_t n = 1; n <= 43; n++) {
         const int64_t count = n <= 40 ? n : real[n - 41];
@@ -109,20 +122,19 @@ void check_silu_multiply(const kestrel_variant *v)
         for (int s = 0; s < 4; s++) {
             float *gate = random_row(count, size[s]), *up = random_row(count, 2), *want = malloc((size_t)count * 4);
             if (s == 2) gate[random_below(count)] = random_below(2) ? 0.0f : -0.0f;
-            kestrel_silu_multiply_portable(gate, up, count, want);
+            portable(gate, up, count, want);
             if (is_portable(v)) {
                 check_case("float64 statement, n %lld, size %g", (long long)count, (double)size[s]);
                 for (int64_t i = 0; i < count; i++) {
-                    const double g = gate[i] < -88.0f ? -88.0 : gate[i]; /* expf's clamp: exp(88) stays exp(88) */
-                    const double y = gate[i] / (1 + exp(-g)) * up[i];
-                    check_near("dst", i, want[i], y, fabs(y) * 0x1p-21 + 0x1p-140);
+                    const double y = statement(gate[i]) * up[i];
+                    check_near("dst", i, want[i], y, fabs(y) * bound + 0x1p-140);
                 }
             }
             for (int place = 0; place < PLACES; place++)
                 for (int in_place = 0; in_place < 2; in_place++) {
                     check_case("n %lld, size %g, %s%s", (long long)count, (double)size[s], place == AT_HEAD ? "head" : "tail", in_place ? ", in place" : "");
                     float *g = guarded_copy(gate, count, place, !in_place), *dst = in_place ? g : buffer_new((size_t)count * 4, 4, place, 0xc3);
-                    silu(g, guarded_copy(up, count, place, true), count, dst);
+                    gated(g, guarded_copy(up, count, place, true), count, dst);
                     check_same("dst", dst, want, (size_t)count, 4);
                     check_end_case();
                 }
@@ -130,6 +142,10 @@ void check_silu_multiply(const kestrel_variant *v)
         }
     }
 }
+
+void check_silu_multiply(const kestrel_variant *v) { check_gated(v, kestrel_silu_multiply_portable, silu, 0x1p-21); }
+/* GELU's exponent reaches 88 and its own rounding is multiplied by that much. */
+void check_gelu_multiply(const kestrel_variant *v) { check_gated(v, kestrel_gelu_multiply_portable, gelu, 0x1p-15); }
 
 /* --- bench ---------------------------------------------------------------------------------------------------------------- */
 
@@ -160,3 +176,4 @@ static void bench(const kestrel_variant *v, int64_t n)
 void bench_norm(const kestrel_variant *v) { bench(v, 576); bench(v, 1536); }
 void bench_rope(const kestrel_variant *v) { bench(v, 576); }
 void bench_silu_multiply(const kestrel_variant *v) { bench(v, 1536); }
+void bench_gelu_multiply(const kestrel_variant *v) { bench(v, 2048); }

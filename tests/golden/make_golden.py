@@ -35,6 +35,7 @@ CHATS = (
 
 ROPE_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 128}
+LONG_ROWS = [31, 64, 127, 128, 511, 512, 1023, 1024, 1099, 1199]
 TINY = {
     # Both spellings of the rope settings, each of the three weight types, GQA and MHA, an explicit head_dim,
     # sizes that are no multiple of a panel (331) or of a group (80, 150), and an eps that shows.
@@ -50,10 +51,44 @@ TINY = {
                     rope_theta=50000.0, rope_scaling={"type": "linear", "factor": 4.0})),
     "tiny-llama3": dict(
         seed=13, dtype="float16", embed_std=0.5, final_gain=1.0,
-        long_rows=[63, 64, 127, 128, 511, 512, 1023, 1024, 1099, 1199],
+        long_rows=[63, *LONG_ROWS[1:]],
         config=dict(hidden_size=80, intermediate_size=150, num_attention_heads=5, num_key_value_heads=5,
                     vocab_size=331, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048,
                     rope_theta=10000.0, rope_scaling=ROPE_LLAMA3)),
+    # One for each other architecture. Windows that end inside the short context and, in the long one, at every place of a span.
+    "tiny-biased": dict(
+        seed=14, dtype="bfloat16", embed_std=0.5, final_gain=1.0, long_rows=LONG_ROWS,
+        config=dict(hidden_size=48, intermediate_size=88, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
+                    vocab_size=320, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048,
+                    rope_theta=10000.0, attention_bias=True, mlp_bias=True)),
+    "tiny-mistral": dict(
+        seed=15, dtype="bfloat16", embed_std=0.5, final_gain=1.0, long_rows=LONG_ROWS, model_type="mistral",
+        config=dict(hidden_size=48, intermediate_size=88, num_attention_heads=6, num_key_value_heads=2, head_dim=16, hidden_act="silu",
+                    vocab_size=320, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048,
+                    rope_theta=10000.0, sliding_window=20)),
+    "tiny-qwen2": dict(
+        seed=16, dtype="bfloat16", embed_std=0.05, final_gain=20.0, long_rows=LONG_ROWS, model_type="qwen2", bias=("q", "k", "v"),
+        config=dict(hidden_size=64, intermediate_size=88, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu",
+                    vocab_size=320, tie_word_embeddings=True, rms_norm_eps=1e-3, max_position_embeddings=2048,
+                    rope_theta=1000000.0, sliding_window=16, use_sliding_window=False, max_window_layers=1)),
+    "tiny-qwen3": dict(
+        seed=17, dtype="bfloat16", embed_std=0.05, final_gain=20.0, long_rows=LONG_ROWS, model_type="qwen3", qk_norm=1.5,
+        config=dict(hidden_size=48, intermediate_size=88, num_attention_heads=4, num_key_value_heads=2, head_dim=24, hidden_act="silu",
+                    vocab_size=320, tie_word_embeddings=True, rms_norm_eps=1e-3, max_position_embeddings=2048, attention_bias=False,
+                    rope_theta=1000000.0, rope_scaling=None, sliding_window=None, use_sliding_window=False, max_window_layers=2)),
+    "tiny-gemma3": dict(
+        seed=18, dtype="bfloat16", embed_std=0.05, final_gain=20.0, long_rows=LONG_ROWS, model_type="gemma3_text", qk_norm=1.5,
+        architecture="Gemma3ForCausalLM",
+        config=dict(hidden_size=56, intermediate_size=88, num_attention_heads=4, num_key_value_heads=1, head_dim=24,
+                    hidden_activation="gelu_pytorch_tanh", vocab_size=320, tie_word_embeddings=True, rms_norm_eps=1e-3, attention_bias=False,
+                    max_position_embeddings=2048, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
+                    sliding_window=12, sliding_window_pattern=2, query_pre_attn_scalar=40, final_logit_softcapping=None,
+                    attn_logit_softcapping=None)),
+    "tiny-phi3": dict(
+        seed=19, dtype="bfloat16", embed_std=0.5, final_gain=1.0, long_rows=LONG_ROWS, model_type="phi3",
+        config=dict(hidden_size=64, intermediate_size=88, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu",
+                    vocab_size=320, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048, attention_bias=False,
+                    original_max_position_embeddings=2048, rope_theta=10000.0, rope_scaling=None, sliding_window=30)),
 }
 LAYERS = 2
 
@@ -92,8 +127,8 @@ def tiny_weights(spec: dict) -> dict:
     def matrix(rows, cols, gain=1.0):
         return rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(gain / np.sqrt(cols))
 
-    def norm(gain=1.0):
-        return (gain * (1 + 0.25 * rng.uniform(-1, 1, hidden))).astype(np.float32)
+    def norm(gain=1.0, size=hidden):
+        return (gain * (1 + 0.25 * rng.uniform(-1, 1, size))).astype(np.float32)
 
     weights = {"model.embed_tokens.weight":
                rng.standard_normal((c["vocab_size"], hidden)).astype(np.float32) * np.float32(spec["embed_std"])}
@@ -109,10 +144,24 @@ def tiny_weights(spec: dict) -> dict:
             "mlp.up_proj": matrix(inner, hidden),
             "mlp.down_proj": matrix(hidden, inner),
         }
+        if "qk_norm" in spec:
+            tensors.update({f"self_attn.{x}_norm": norm(spec["qk_norm"], d) for x in "qk"})
+        biased = ["self_attn.%s_proj" % x for x in spec.get("bias", "qkvo" if c.get("attention_bias") else "")]
+        biased += ["mlp.%s_proj" % x for x in ("gate", "up", "down") if c.get("mlp_bias")]
+        biases = {name: 0.5 * rng.standard_normal(len(tensors[name])).astype(np.float32) for name in biased}
+        if spec.get("model_type") == "gemma3_text":
+            tensors["pre_feedforward_layernorm"] = tensors["post_attention_layernorm"]
+            tensors["post_attention_layernorm"], tensors["post_feedforward_layernorm"] = norm(), norm()
+        if spec.get("model_type") == "phi3":
+            tensors["self_attn.qkv_proj"] = np.concatenate([tensors.pop(f"self_attn.{x}_proj") for x in "qkv"])
+            tensors["mlp.gate_up_proj"] = np.concatenate([tensors.pop(f"mlp.{x}_proj") for x in ("gate", "up")])
         weights.update({f"model.layers.{layer}.{k}.weight": v for k, v in tensors.items()})
+        weights.update({f"model.layers.{layer}.{k}.bias": v for k, v in biases.items()})
     weights["model.norm.weight"] = norm(spec["final_gain"])
     if not c["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(c["vocab_size"], hidden, 2.5)
+    if spec.get("model_type") == "gemma3_text":  # its norms' gains are stored less 1
+        weights = {k: v - 1 if v.ndim == 1 else v for k, v in weights.items()}
     return weights
 
 
@@ -128,9 +177,11 @@ def write_tiny_checkpoint(name: str, tokenizer) -> Path:
               str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    kind = spec.get("model_type", "llama")
+    own = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False} if kind == "llama" else {}
     write_json(folder / "config.json", {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": spec["dtype"], "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "num_hidden_layers": LAYERS, **spec["config"], **ids})
+        "architectures": [spec.get("architecture", kind.capitalize() + "ForCausalLM")], "model_type": kind, "dtype": spec["dtype"], **own,
+        "num_hidden_layers": LAYERS, **spec["config"], **ids})
     write_json(folder / "generation_config.json", ids)
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
@@ -199,6 +250,7 @@ def mutations(config: dict, weights: dict) -> dict:
     def reverse_heads(w):
         return w.reshape(heads, d, -1)[::-1].reshape(w.shape)
 
+    fused = any(".qkv_proj." in k for k in weights)
     rope_key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     slower = {**config, "rope_theta": theta * 1.5}
@@ -207,14 +259,43 @@ def mutations(config: dict, weights: dict) -> dict:
     result = {
         "rope base x 1.5": (slower, weights),
         "norm eps x 10": ({**config, "rms_norm_eps": config["rms_norm_eps"] * 10}, weights),
-        "q rows interleaved": (config, changed("q_proj.weight", interleave)),
-        "q and k rows interleaved": (config, changed(("q_proj.weight", "k_proj.weight"), interleave)),
-        "q heads reversed": (config, changed("q_proj.weight", reverse_heads)),
         "norm gain missing": (config, changed("input_layernorm.weight", np.ones_like)),
-        "gate and up swapped": (config, {k: weights[k.replace("gate_proj", "?").replace("up_proj", "gate_proj")
-                                                    .replace("?", "up_proj")] for k in weights}),
     }
-    if kv_heads != heads:
+    if fused:
+        def halves(w):
+            return np.roll(w, len(w) // 2, axis=0)
+
+        result["k and q swapped"] = (config, changed("qkv_proj.weight", lambda w: np.concatenate(
+            [w[kv_heads * d:heads * d], w[heads * d:(heads + kv_heads) * d], w[:kv_heads * d], w[(heads + kv_heads) * d:]])))
+        result["gate and up swapped"] = (config, changed("gate_up_proj.weight", halves))
+    else:
+        result.update({
+            "q rows interleaved": (config, changed("q_proj.weight", interleave)),
+            "q and k rows interleaved": (config, changed(("q_proj.weight", "k_proj.weight"), interleave)),
+            "q heads reversed": (config, changed("q_proj.weight", reverse_heads)),
+            "gate and up swapped": (config, {k: weights[k.replace("gate_proj", "?").replace("up_proj", "gate_proj")
+                                                        .replace("?", "up_proj")] for k in weights})})
+    for kind in sorted({k.split(".", 3)[3] for k in weights if k.endswith(".bias")}):
+        result[f"{kind} missing"] = (config, changed(kind, np.zeros_like))
+    for kind in ("q_norm", "k_norm"):
+        if any(kind in k for k in weights):
+            result[f"{kind} omitted"] = (config, {k: v for k, v in weights.items() if kind not in k})
+            result[f"{kind} gain missing"] = (config, changed(f"{kind}.weight", lambda w: w * 0 + (config["model_type"] != "gemma3_text")))
+    if any(llama.windows(config)):
+        result["window + 1"] = ({**config, "sliding_window": config["sliding_window"] + 1}, weights)
+        result["window - 1"] = ({**config, "sliding_window": config["sliding_window"] - 1}, weights)
+    if config["model_type"] == "gemma3_text":
+        result.update({
+            "gains as stored": (config, {k: v - 1 if v.ndim == 1 else v for k, v in weights.items()}),
+            "one rope base": ({**config, "rope_local_base_freq": config["rope_theta"]}, weights),
+            "query scale of head_dim": ({**config, "query_pre_attn_scalar": d}, weights),
+            "every layer slides": ({**config, "sliding_window_pattern": 100}, weights),
+            "SiLU": ({**config, "hidden_activation": "silu"}, weights),
+            "embedding not scaled": ({**config, "embedding_multiplier": 1.0}, weights),
+            "no norm after attention": (config, {k: v for k, v in weights.items() if "post_attention_layernorm" not in k}),
+            "no norm after the MLP": (config, {k: v for k, v in weights.items() if "post_feedforward_layernorm" not in k}),
+        })
+    if 1 < kv_heads < heads and not fused:
         result["heads to groups by remainder"] = (config, changed("q_proj.weight", regroup))
     if config.get("rope_scaling"):
         result["rope scaling ignored"] = ({**config, rope_key: None}, weights)
@@ -317,6 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--full", type=Path)
+    parser.add_argument("--only", nargs="+", choices=TINY, default=list(TINY), help="these tiny checkpoints alone")
     args = parser.parse_args()
     import tokenizers
     import torch
@@ -331,7 +413,7 @@ def main() -> None:
                               "transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
     provenance["settings"] = "float32 weights and arithmetic, attn_implementation=eager, 1 thread"
     tokenizer = tiny_tokenizer()
-    for name in TINY:
+    for name in args.only:
         provenance[name] = make_tiny(name, tokenizer)
     if args.gguf:
         provenance["smollm2"] = make_smollm2(args.gguf, args.full)

@@ -1,11 +1,12 @@
-"""The Llama forward pass in numpy, written from the papers and in float64.
+"""The forward pass of Llama and its relatives in numpy, written from the papers and in float64.
 
 A second opinion beside transformers, for machines without torch, and the
 place to try mutations: change one entry of `config` or one weight, run again
 and see how far the logits move. Imports nothing of kestrel.
 
-Sources: Llama (arXiv 2302.13971), RoPE (2104.09864), GQA (2305.13245); the
-frequency rules of `linear` and `llama3` from transformers' modeling_rope_utils.
+Sources: Llama (arXiv 2302.13971), RoPE (2104.09864), GQA (2305.13245), Mistral
+(2310.06825: windows), Qwen2 (2407.10671: biases), Qwen3 (2505.09388: norms of
+query and key heads), Gemma 3 (2503.19786: all of it); the frequency rules of `linear` and `llama3` from transformers' modeling_rope_utils.
 """
 from __future__ import annotations
 
@@ -33,8 +34,10 @@ def read_safetensors(path) -> dict:
     return tensors
 
 
-def inverse_frequencies(config: dict, head_dim: int) -> np.ndarray:
+def inverse_frequencies(config: dict, head_dim: int, sliding: bool = False) -> np.ndarray:
     """Radians per position for each of the head_dim/2 pairs, [head_dim/2]."""
+    if sliding and config.get("rope_local_base_freq"):
+        config = {"rope_theta": config["rope_local_base_freq"]}
     scaling = dict(config.get("rope_scaling") or {})
     scaling.update(config.get("rope_parameters") or {})
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -62,6 +65,22 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def windows(config: dict) -> list:
+    """Keys that a row sees in each layer, its own included; None for all."""
+    layers, window, kind = config["num_hidden_layers"], config.get("sliding_window"), config["model_type"]
+    if kind in ("mistral", "phi3"):
+        return [window] * layers
+    if kind == "gemma3_text":
+        return [window if (i + 1) % config["sliding_window_pattern"] else None for i in range(layers)]
+    return [None] * layers
+
+
+def activation(config: dict, x: np.ndarray) -> np.ndarray:
+    if config.get("hidden_activation") == "gelu_pytorch_tanh":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x ** 3)))
+    return x / (1 + np.exp(-x))
+
+
 def forward(config: dict, weights: dict, ids, rows=None) -> dict:
     """One pass over token ids [m] from position 0.
 
@@ -73,33 +92,53 @@ def forward(config: dict, weights: dict, ids, rows=None) -> dict:
     kv_heads = config.get("num_key_value_heads") or heads
     d = config.get("head_dim") or config["hidden_size"] // heads
     eps = config["rms_norm_eps"]
+    gemma = config["model_type"] == "gemma3_text"
+    scale = (config.get("query_pre_attn_scalar") or d) ** -0.5
     m = len(ids)
-    angle = np.arange(m)[:, None, None] * inverse_frequencies(config, d)
-    cos, sin = np.cos(angle), np.sin(angle)
-    future = np.triu(np.ones((m, m), bool), 1)
+    distance = np.arange(m)[:, None] - np.arange(m)
+
+    def norm(x, name):
+        gain = weights.get(name)
+        return x if gain is None else rms_norm(x, gain + 1 if gemma else gain, eps)
+
+    def linear(x, name):
+        y = x @ weights[name + ".weight"].T
+        return y + weights[name + ".bias"] if name + ".bias" in weights else y
 
     x = weights["model.embed_tokens.weight"][np.asarray(ids)]
+    if gemma:
+        x = x * config.get("embedding_multiplier", config["hidden_size"] ** 0.5)
     hidden = [x]
-    for layer in range(config["num_hidden_layers"]):
-        w = {k: weights[f"model.layers.{layer}.{k}.weight"] for k in (
-            "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
-        h = rms_norm(x, w["input_layernorm"], eps)
-        q = rotate((h @ w["self_attn.q_proj"].T).reshape(m, heads, d), cos, sin)
-        k = rotate((h @ w["self_attn.k_proj"].T).reshape(m, kv_heads, d), cos, sin)
-        v = (h @ w["self_attn.v_proj"].T).reshape(m, kv_heads, d)
+    for layer, window in enumerate(windows(config)):
+        at = f"model.layers.{layer}."
+        angle = np.arange(m)[:, None, None] * inverse_frequencies(config, d, window is not None)
+        cos, sin = np.cos(angle), np.sin(angle)
+        hidden_from = (distance < 0) | (distance >= (window or m))
+        h = norm(x, at + "input_layernorm.weight")
+        if at + "self_attn.qkv_proj.weight" in weights:
+            qkv = linear(h, at + "self_attn.qkv_proj")
+        else:
+            qkv = np.concatenate([linear(h, at + f"self_attn.{p}_proj") for p in "qkv"], -1)
+        q, k, v = np.split(qkv.reshape(m, heads + 2 * kv_heads, d), [heads, heads + kv_heads], axis=1)
+        q = rotate(norm(q, at + "self_attn.q_norm.weight"), cos, sin)
+        k = rotate(norm(k, at + "self_attn.k_norm.weight"), cos, sin)
         out = np.empty((m, heads, d))
         for head in range(heads):
             group = head // (heads // kv_heads)
-            score = np.where(future, -np.inf, q[:, head] @ k[:, group].T / np.sqrt(d))
+            score = np.where(hidden_from, -np.inf, q[:, head] @ k[:, group].T * scale)
             p = np.exp(score - score.max(-1, keepdims=True))
             out[:, head] = p / p.sum(-1, keepdims=True) @ v[:, group]
-        x = x + out.reshape(m, heads * d) @ w["self_attn.o_proj"].T
-        h = rms_norm(x, w["post_attention_layernorm"], eps)
-        gate = h @ w["mlp.gate_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+        out = linear(out.reshape(m, heads * d), at + "self_attn.o_proj")
+        x = x + (norm(out, at + "post_attention_layernorm.weight") if gemma else out)
+        h = norm(x, at + ("pre_feedforward_layernorm.weight" if gemma else "post_attention_layernorm.weight"))
+        if at + "mlp.gate_up_proj.weight" in weights:
+            gate, up = np.split(linear(h, at + "mlp.gate_up_proj"), 2, axis=-1)
+        else:
+            gate, up = linear(h, at + "mlp.gate_proj"), linear(h, at + "mlp.up_proj")
+        out = linear(activation(config, gate) * up, at + "mlp.down_proj")
+        x = x + (norm(out, at + "post_feedforward_layernorm.weight") if gemma else out)
         hidden.append(x)
-    x = rms_norm(x if rows is None else x[rows], weights["model.norm.weight"], eps)
+    x = norm(x if rows is None else x[rows], "model.norm.weight")
     head = weights["model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"]
     return {"logits": x @ head.T, "hidden_states": hidden}
 
