@@ -4,8 +4,12 @@
 A pass of w rows commits at least one token, so it loses at most c(w) - c(1) against a plain step. The ledger
 D = time spent in speculative steps and in lookup - tokens they committed x current cost of a plain step
 decides: a speculative step only while D + c(w) - c(1) <= B + e * elapsed. So total time is bounded whatever the text, with
-e = 0.5 % and B = c(w) - c(1) of the dearest width that this request has used, its lookup included; before that of a draft of 8 as estimated,
-1.2 c(1) at most. A width whose cost is not known yet is tried only in a round that began with D <= e * elapsed.
+e = 0.5 % and B = c(w) - c(1) of the dearest width that this request has used, its lookup included; before that c(1), or c(9) - c(1) where
+that is known and less. A width whose cost is not known yet is tried only in a round that began with D <= e * elapsed, and no more than
+twice as wide as the widest known: the first tries are narrow and cost next to nothing.
+A step that took much longer than its width usually does was interrupted, and so are plain ones now and then, which c(1), a median, doesn't
+show: the ledger is charged what is usual, and a second one, with real seconds against the mean of plain steps, ends it at 5 B.
+(With real seconds alone a single interruption of 3 c(1) closed the ledger for the rest of an answer: a quarter of the stories.)
 Time chooses how much is drafted and never what is committed.
 """
 from __future__ import annotations
@@ -17,13 +21,15 @@ from .drafter import Drafter, Proposal, Sources, as_proposal
 LOSS = 0.005         # e: the share of its time that a request may lose
 MOST_WIDTH = 33      # the known token and a draft of 32
 _RECENT = 5          # passes whose median is the cost of a width
+_PLAINS = 16         # plain steps whose mean the ledger goes by
 _SAME = 0.02         # a change of a cost that is none
-_FORGET = 256        # passes after which the cost of a width that nothing used is measured anew: a bad moment must not last
+_FORGET = 8          # passes after which the cost of a width that nothing used is doubted: 16 when it was measured once, 256 when five times
 _PLAIN_EVERY = 64    # rounds after which a plain step measures its cost again though every round had a draft
 _FIRST_SLOPE = 0.15  # of c(1) a row, while no other width is known
-_STEEPER = 1.5       # beyond the widest known width a row costs so much more than the rows before
 _LEAST_SLOPE = 0.03  # of c(1) a row there, at least
-_MOST_NOMINAL = 1.2  # times c(1), at most: a cost not seen yet must not loosen the cap
+_MOST_NOMINAL = 1.0  # times c(1), at most: a cost not seen yet must not loosen the cap
+_INTERRUPTED = 1.5   # times the usual cost of its width: a pass that took longer was interrupted, by what interrupts plain steps too
+_HICCUPS = 4.0       # times B that interruptions of speculative steps may cost beyond what their widths usually do
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
 _SLACK = 0.05        # S, of c(1)
 _FIRST_REACH = 8     # tokens of the longest draft; doubles when all of one that long were right
@@ -46,15 +52,24 @@ def context_bucket(past: int) -> int:
 
 
 class _Context:
-    """What passes cost in one context bucket, by width: seconds of the last few, their median, the pass that was the last one."""
+    """What passes cost in one context bucket, by width: seconds of the last few, the pass that was the last one, and what follows from them.
 
-    __slots__ = ("recent", "median", "used", "curve")
+    known: seconds, None where nothing is known; curve: every width's. Both None until a plain step was measured here. [0] is no width.
+    """
+
+    __slots__ = ("recent", "median", "used", "known", "curve", "narrowest", "widest", "until", "plain", "plains")
 
     def __init__(self) -> None:
         self.recent: List[List[float]] = [[] for _ in range(MOST_WIDTH + 1)]
         self.median: List[Optional[float]] = [None] * (MOST_WIDTH + 1)
         self.used = [0] * (MOST_WIDTH + 1)
+        self.known: List[Optional[float]] = []
         self.curve: Optional[List[float]] = None
+        self.narrowest = 0  # of the known widths beside 1; 0: none
+        self.widest = 1
+        self.until = 0  # the pass when the curve is made anew whatever came
+        self.plain = 0.0  # mean of the last plain steps
+        self.plains = 0
 
 
 class StepCosts:
@@ -77,55 +92,66 @@ class StepCosts:
         self._passes += 1
         context.used[width] = self._passes
         if width == 1:
-            self._last_plain = median
+            context.plains = min(context.plains + 1, _PLAINS)
+            context.plain += (seconds - context.plain) / context.plains
+            self._last_plain = context.plain
         curve = context.curve
         if curve is not None:  # made anew only when it changes: this is done after every pass
             if known is None or abs(curve[width] - median) > _SAME * median:
                 context.curve = None
+            else:
+                context.known[width] = median
 
-    def measured(self, width: int, past: int) -> Optional[float]:
-        """Seconds of such a pass; None when none was made lately."""
-        return self._contexts[context_bucket(past)].median[width]
+    def at(self, past: int) -> _Context:
+        """What is known of passes after so many positions.
 
-    def narrowest(self, past: int) -> int:
-        """The narrowest width beside 1 that is measured in this context; 0: none."""
-        median = self._contexts[context_bucket(past)].median
-        return next((width for width in range(2, MOST_WIDTH + 1) if median[width] is not None), 0)
-
-    def plain(self, past: int) -> Optional[float]:
-        """Seconds of a plain step, of another context when none was made in this one; None when there was none at all."""
-        return self._contexts[context_bucket(past)].median[1] or self._last_plain
-
-    def curve(self, past: int) -> Optional[List[float]]:
-        """Seconds by width, [1] to [MOST_WIDTH], to within 2 %; None until a plain step was measured in this context.
-
-        A width that was not measured here costs what it did in a shorter context, relative to c(1); one that never was lies on the
-        line between its neighbours; beyond the widest on a line half as steep again as the one from c(1) or from the last but one.
+        A width that was not measured in this context costs what it did in a shorter one, relative to c(1). Of the others the curve says that
+        they lie on the line between their neighbours, beyond the widest on the line from c(1) or from the last but one, the steeper of the
+        two. It says so too of a width that was measured long ago, the sooner the fewer times: a bad moment must not last.
         """
         bucket = context_bucket(past)
         context = self._contexts[bucket]
-        if context.curve is not None or context.median[1] is None:
-            return context.curve
         plain = context.median[1]
+        if plain is None or context.curve is not None and self._passes < context.until:
+            return context
+        context.until = self._passes + 2 * _FORGET
+        context.known = known = context.median[:]
         curve = [0.0, plain]
         slope = _FIRST_SLOPE * plain
+        context.narrowest, context.widest = 0, 1
         for width in range(2, MOST_WIDTH + 1):
-            if context.median[width] is not None and self._passes - context.used[width] > _FORGET:
-                context.median[width], context.recent[width] = None, []
-            seconds = context.median[width]
-            if seconds is None and bucket:
-                seconds = self._shorter(bucket, width, plain)
+            seconds = known[width]
             if seconds is None:
+                seconds = known[width] = self._shorter(bucket, width, plain) if bucket else None
+                if seconds is None:
+                    continue
+            elif self._passes - context.used[width] > _FORGET << len(context.recent[width]):
                 continue
+            context.narrowest, context.widest = context.narrowest or width, width
             begin, before = len(curve) - 1, curve[-1]
             step = (seconds - before) / (width - begin)
             curve += [before + step * i for i in range(1, width - begin)]
             curve.append(seconds)
-            slope = max(_STEEPER * max(step, (seconds - plain) / (width - 1)), _LEAST_SLOPE * plain)
+            slope = max(step, (seconds - plain) / (width - 1), _LEAST_SLOPE * plain)
         last = curve[-1]
         curve += [last + slope * i for i in range(1, MOST_WIDTH + 2 - len(curve))]
         context.curve = curve
-        return curve
+        return context
+
+    def measured(self, width: int, past: int) -> Optional[float]:
+        """Seconds of such a pass; None when none was made in this context."""
+        return self._contexts[context_bucket(past)].median[width]
+
+    def plain(self, past: int) -> Optional[float]:
+        """Seconds of a plain step, of another context when none was made in this one; None when there was none at all.
+
+        The mean of about the last 16, not a median: what interrupts a speculative step now and then interrupts plain ones as often.
+        """
+        return self._contexts[context_bucket(past)].plain or self._last_plain
+
+    def curve(self, past: int) -> Optional[List[float]]:
+        """Seconds by width, [1] to [MOST_WIDTH], to within 2 %; None until a plain step was measured in this context. See `at`."""
+        return self.at(past).curve
 
     def _shorter(self, bucket: int, width: int, plain: float) -> Optional[float]:
         for lower in range(bucket - 1, -1, -1):
@@ -191,7 +217,8 @@ class Speculation:
         self._unpriced = 0      # tokens of speculative steps made before the cost of a plain one was known
         self.looked = 0.0       # seconds in `draft` and `count` of the last round
         self.ledger = 0.0
-        self._balance = 0.0     # the ledger without its clamp
+        self._debt = 0.0        # seconds really lost, clamped as the ledger is
+        self._balance = 0.0     # without a clamp
 
     def tell(self, tokens: Sequence[int]) -> None:
         """The tokens of the prompt."""
@@ -223,6 +250,7 @@ class Speculation:
 
     def _spend(self, seconds: float) -> None:
         self.ledger += seconds
+        self._debt += seconds
         self._balance += seconds
 
     def _settle(self, tokens: int, width: int, past: int, seconds: float) -> None:
@@ -231,7 +259,11 @@ class Speculation:
             plain = self._costs.plain(past)
             if plain is None:
                 self._unpriced += tokens
-            self._spend(seconds - tokens * (plain or 0.0))
+            lost = seconds - tokens * (plain or 0.0)
+            usual = self._costs.measured(1, past)
+            self.ledger += lost if usual is None else min(seconds, _INTERRUPTED * (self._costs.measured(width, past) or 0.0)) - tokens * usual
+            self._debt += lost
+            self._balance += lost
 
     def saved(self, past: int) -> Optional[float]:
         """Seconds that plain steps would have taken for the tokens of the speculative ones, less what these and lookup took.
@@ -268,49 +300,54 @@ class Planner(Speculation):
         self._proposal = draft = Proposal()
         most = min(most, self._reach)
         if most > 0 and self._since_plain < _PLAIN_EVERY:
-            curve = self._costs.curve(past)
-            free = LOSS * self.elapsed - self.ledger
-            if curve is not None and not self._costs.narrowest(past):
-                free += _SLACK * curve[1]
-            if curve is not None and self._open(curve, past, free):
-                if self._untold:
-                    self._drafter.extend(self._untold)
-                    self._untold = []
-                found = (self._drafter.proposals(most) if isinstance(self._drafter, Sources)
-                         else [p for p in [as_proposal(self._drafter.propose(most), most)] if p])
-                if found:
-                    draft = self._choose(found, curve, past, free, self._clock() - begin)
-                self._lookups = [*self._lookups[1:], self._clock() - begin]
+            costs = self._costs.at(past)
+            if costs.curve is not None:
+                free = LOSS * self.elapsed - max(self.ledger, self._debt - _HICCUPS * self.allowance)
+                if not costs.narrowest:
+                    free += _SLACK * costs.curve[1]
+                if self._open(costs, free):
+                    if self._untold:
+                        self._drafter.extend(self._untold)
+                        self._untold = []
+                    most = min(most, 2 * costs.widest - 1)
+                    found = (self._drafter.proposals(most) if isinstance(self._drafter, Sources)
+                             else [p for p in [as_proposal(self._drafter.propose(most), most)] if p])
+                    if found:
+                        draft = self._choose(found, costs, free, self._clock() - begin)
+                    self._lookups = [*self._lookups[1:], self._clock() - begin]
         self._since_plain += 1
         self.looked = self._clock() - begin
         self._spend(self.looked)
         self.elapsed += self.looked
         return draft
 
-    def _open(self, curve: List[float], past: int, free: float) -> bool:
+    def _open(self, costs: _Context, free: float) -> bool:
         """Whether a step could be allowed after a lookup as long as lately: any while nothing is owed, else a known one within B."""
-        self.allowance = max(self._widest, min(curve[_NOMINAL] / curve[1] - 1.0, _MOST_NOMINAL) * curve[1])
+        plain, nominal = costs.known[1], costs.known[_NOMINAL]
+        most = _MOST_NOMINAL * plain
+        self.allowance = max(self._widest, most if nominal is None else min(nominal - plain, most))
         if free >= 0:
             return True
-        width = self._costs.narrowest(past)
-        return width > 0 and curve[width] - curve[1] <= self.allowance + free - sorted(self._lookups)[1]
+        width = costs.narrowest
+        return width > 0 and costs.known[width] - plain <= self.allowance + free - sorted(self._lookups)[1]
 
-    def _choose(self, found: List[Proposal], curve: List[float], past: int, free: float, looked: float) -> Proposal:
+    def _choose(self, found: List[Proposal], costs: _Context, free: float, looked: float) -> Proposal:
         """The proposal and length with the most expected tokens a second, of equals the longest match; empty when plain is better."""
-        plain, most = curve[1], curve[1] + self.allowance + free - looked
-        best, best_length, best_rate = found[0], 0, 1.0 / plain
+        curve, known, groups = costs.curve, costs.known, self._survival.GROUP
+        most = curve[1] + self.allowance + free - looked
+        best, best_length, best_rate = found[0], 0, 1.0 / curve[1]
         first, first_hope = found[0], -1.0
         if len(found) > 1:
             found.sort(key=lambda p: -p.match)
         for proposal in found:
             rates = self._survival.rates(proposal.source, proposal.match)
             alive = expected = 1.0
-            for width, group in zip(range(2, len(proposal) + 2), self._survival.GROUP):
-                alive *= rates[group]
+            for length in range(1, len(proposal) + 1):
+                alive *= rates[groups[length - 1]]
                 expected += alive
-                seconds = curve[width]
-                if expected > best_rate * seconds and (free >= 0 or seconds <= most and self._costs.measured(width, past) is not None):
-                    best, best_length, best_rate = proposal, width - 1, expected / seconds
+                seconds = curve[length + 1]
+                if expected > best_rate * seconds and (free >= 0 or known[length + 1] is not None and max(seconds, known[length + 1]) <= most):
+                    best, best_length, best_rate = proposal, length, expected / seconds
             if expected > first_hope:
                 first, first_hope = proposal, expected
         self._proposal = best if best_length else first  # its tokens are compared with what comes, verified or not
@@ -332,6 +369,7 @@ class Planner(Speculation):
             self._widest = max(self._widest, (self._costs.measured(width, past) or 0.0) - plain)
             self.allowance = max(self.allowance, self._widest)
             self.ledger = max(self.ledger, -self.allowance)
+            self._debt = max(self._debt, -self.allowance)
             if accepted >= self._reach:
                 self._reach *= 2
         spent = self._clock() - begin

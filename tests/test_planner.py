@@ -62,7 +62,7 @@ class Run:
     """
 
     def __init__(self, planner, clock, cost, tokens, right, bonus=-1):
-        self.total = self.plain = self.most_lookup = self.most_extra = self.allowance = 0.0
+        self.total = self.plain = self.most_lookup = self.most_extra = self.allowance = self.surprise = 0.0
         self.rounds = []
         self.slack = max(cost(1, position) for position in range(tokens)) / 20
         position, begin = 0, clock.now
@@ -74,6 +74,9 @@ class Run:
             self.most_lookup = max(self.most_lookup, clock.now - at)
             accepted = min(right(len(draft)), len(draft))
             seconds = cost(len(draft) + 1, position)
+            costs = planner._costs.at(position)
+            if draft and costs.known[len(draft) + 1] is not None:
+                self.surprise = max(self.surprise, seconds - costs.known[len(draft) + 1] - cost(1, position) + costs.known[1])
             clock.now += seconds
             self.most_extra = max(self.most_extra, seconds - cost(1, position))
             committed = list(draft[:accepted]) + [bonus]
@@ -86,8 +89,11 @@ class Run:
 
     @property
     def cap(self):
-        """(plain + B + S) / (1 - e), B the dearest verification with its lookup, the first one's allowance at least; S = c(1) / 20."""
-        return (self.plain + max(self.most_extra, self.allowance) + self.slack + 2 * self.most_lookup) / (1 - LOSS)
+        """(plain + B + S) / (1 - e), B the dearest verification with its lookup, the first one's allowance at least; S = c(1) / 20.
+
+        Where costs change with time: by how much one step took longer than steps of its width had taken, too.
+        """
+        return (self.plain + max(self.most_extra, self.allowance) + self.slack + self.surprise + 2 * self.most_lookup) / (1 - LOSS)
 
     def widths(self, begin=0):
         return [r.width for position, r in self.rounds if position >= begin]
@@ -131,9 +137,42 @@ def test_the_cap_holds(curve, seed, adversary, lookup, grows):
 
     cost = (lambda w, past: curve[w] * (1 + past / 700)) if grows else constant(curve)
     run = Run(planner, clock, cost, 700, right)
-    assert run.total <= run.cap * (1 + 1e-9)
-    # B is no more than a step that was made, or 1.2 c(1); where costs grow, than the medians of steps made a little earlier and later
-    assert run.allowance <= max(1.2 * cost(1, 700), run.most_extra) * (1.1 if grows else 1 + 1e-9)
+    assert run.total <= run.cap * (1 + 1e-9) and (grows or run.surprise <= 1e-9)
+    # B is no more than a step that was made, or c(1); where costs grow, than the medians of steps made a little earlier and later
+    assert run.allowance <= max(cost(1, 700), run.most_extra) * (1.1 if grows else 1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(usual_curve, st.integers(0, 2 ** 32), st.sampled_from([0.02, 0.2, 0.45, 1.0]), st.floats(0.0, 3.0), st.booleans())
+def test_the_cap_with_interruptions(curve, seed, often, longer, always_wrong):
+    """Speculative steps alone are interrupted, which the ledger takes for what befalls plain ones too: what was really lost is bounded by 5 B."""
+    rng = random.Random(seed)
+    clock = Clock()
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * rng.randint(0, most), "a", rng.randrange(30))), 32, StepCosts(), clock)
+    run = Run(planner, clock, lambda w, past: curve[w] * (1 + longer * (w > 1 and rng.random() < often)), 700,
+              lambda proposed: 0 if always_wrong else rng.randint(0, proposed))
+    assert run.total <= (run.plain + 6 * max(run.most_extra, run.allowance) + run.slack) / (1 - LOSS)
+
+
+def test_an_interruption_does_not_close_the_ledger():
+    """Something else had the machine for three steps' time in the middle of the fourth draft, as it has now and then in plain decoding."""
+    clock = Clock()
+    curve = costs_of(HOST)
+    turn = [0]
+
+    def cost(width, past):
+        turn[0] += width > 1
+        return curve[width] + 3.0 * (width > 1 and turn[0] == 4)
+
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * min(most, 1), "suffix", 9)), 32, StepCosts(), clock)
+    steps = [0]
+
+    def right(proposed):
+        steps[0] += 1
+        return proposed if steps[0] % 3 else 0
+
+    run = Run(planner, clock, cost, 300, right)
+    assert run.plain / run.total > 1.2 and planner.ledger < 0
 
 
 @pytest.mark.parametrize("points", [HOST, BOARD], ids=["host", "board"])
@@ -190,7 +229,7 @@ def test_every_draft_right(points, least):
     curve = costs_of(points)
     clock = Clock(tick=0.0005)
     planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "text", 20)), 32, StepCosts(), clock)
-    run = Run(planner, clock, constant(curve), 1000, lambda proposed: proposed)
+    run = Run(planner, clock, constant(curve), 1000, lambda proposed: proposed, bonus=1)
     best = max(width / curve[width] for width in range(1, MOST_WIDTH + 1))
     assert run.plain / run.total >= least
     assert run.plain / run.total >= 0.8 * best
@@ -204,9 +243,9 @@ def test_off_is_not_for_good():
     cost = constant(costs_of(HOST))
     for _ in range(2):
         wrong = Run(planner, clock, cost, 1000, lambda proposed: 0)
-        assert sum(w > 1 for w in wrong.widths(begin=500)) < 10
+        assert sum((w > 1) * (HOST[2] - 1.0) for w in wrong.widths(begin=500)) < 0.005 * 500
         right = Run(planner, clock, cost, 400, lambda proposed: proposed, bonus=1)
-        assert max(right.widths()) > 8 and min(right.widths(begin=120)[:-1]) > 1
+        assert max(right.widths()) > 8 and right.widths(begin=120)[:-1].count(1) <= 1  # that one measures what a plain step costs now
         assert len(right.rounds) < 150
 
 
@@ -257,7 +296,7 @@ def test_a_plain_step_grows_cheaper():
 
 
 def test_the_ledger_by_hand():
-    """c(1) = 1, c(3) = 1.5. A round of 2 drafts, none right: D = 0.5. One with both right: D = 0.5 + 1.5 - 3 = -1, not below -B."""
+    """c(1) = 1, c(3) = 1.5, B = 1. A round of 2 drafts, none right: D = 0.5. One with both right: D = 0.5 + 1.5 - 3 = -1; below -B it can't go."""
     clock = Clock()
     costs = StepCosts()
     for past in (0, 300):
@@ -271,12 +310,12 @@ def test_the_ledger_by_hand():
     done = planner.count([7], 0, 3, 1, 1.5)
     assert (done.source, done.match, done.width, done.accepted, done.cost, done.ledger) == ("suffix", 9, 3, 0, 1.5, 0.5)
     assert planner.elapsed == 2.5 and planner.saved(1) == -0.5
-    assert planner.draft(5, 2) == [1, 1]  # 0.5 + 0.5 <= 1.2 + 0.005 * 2.5
+    assert planner.draft(5, 2) == [1, 1]  # 0.5 + 0.5 <= 1 + 0.005 * 2.5
     done = planner.count([1, 1, 7], 2, 3, 2, 1.5)
     assert done.ledger == -1.0 and planner.saved(2) == 1.0
     planner.draft(5, 5)
     done = planner.count([1, 1, 7], 2, 3, 5, 1.5)
-    assert done.ledger == pytest.approx(-1.2) and planner.saved(5) == 2.5  # the credit is clamped, what was saved is not
+    assert done.ledger == pytest.approx(-1.0) and planner.saved(5) == 2.5  # the credit is clamped, what was saved is not
 
 
 # --- costs --------------------------------------------------------------------------------------------------------------------
@@ -288,9 +327,9 @@ def test_costs_between_and_beyond_what_was_measured():
     assert costs.curve(10)[1:] == pytest.approx([2.0 + 0.3 * (w - 1) for w in range(1, MOST_WIDTH + 1)])  # 0.15 c(1) a row
     costs.add(5, 20, 2.4)
     curve = costs.curve(30)
-    assert curve[1:7] == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4, 2.55])  # beyond, half as steep again
+    assert curve[1:7] == pytest.approx([2.0, 2.1, 2.2, 2.3, 2.4, 2.5])  # beyond, as steep as from c(1)
     costs.add(9, 20, 10.0)
-    assert costs.curve(0)[9:12] == pytest.approx([10.0, 12.85, 15.7])  # the last two count, they are steeper
+    assert costs.curve(0)[9:12] == pytest.approx([10.0, 11.9, 13.8])  # the last two count, they are steeper
     assert costs.measured(5, 0) == 2.4 and costs.measured(6, 0) is None and costs.measured(5, 300) is None
 
 
@@ -298,8 +337,9 @@ def test_costs_are_medians_of_the_last_five_and_by_context():
     costs = StepCosts()
     for seconds in (1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0):
         costs.add(1, 0, seconds)
-    assert costs.plain(255) == 9.0  # of 1, 9, 1, 9, 9
-    assert costs.curve(256) is None and costs.plain(256) == 9.0  # of a longer context nothing is known but this
+    assert costs.measured(1, 255) == costs.curve(255)[1] == 9.0  # of 1, 9, 1, 9, 9
+    assert costs.plain(255) == costs.plain(256) == pytest.approx(31 / 7)  # what the ledger goes by; of a longer context nothing is known but this
+    assert costs.curve(256) is None
     costs.add(5, 0, 12.0)
     costs.add(1, 256, 18.0)
     assert costs.curve(511)[5] == pytest.approx(24.0)  # relative to c(1) as in the shorter context
@@ -312,10 +352,14 @@ def test_a_bad_moment_is_forgotten():
     costs.add(1, 0, 1.0)
     costs.add(5, 0, 50.0)
     assert costs.curve(0)[5] == 50.0
-    for _ in range(300):
+    for _ in range(40):
         costs.add(1, 0, 1.0)
-    costs.add(2, 0, 1.1)
-    assert costs.curve(0)[5] == pytest.approx(1.55)
+    assert costs.curve(0)[5] == pytest.approx(1.6) and costs.measured(5, 0) == 50.0  # what is planned with, what the ledger goes by
+    for _ in range(5):
+        costs.add(5, 0, 1.3)
+    for _ in range(200):
+        costs.add(1, 0, 1.0)
+    assert costs.curve(0)[5] == 1.3  # seen five times: believed for longer
 
 
 def test_a_fixed_draft_keeps_the_same_accounts():
