@@ -51,10 +51,10 @@ static void embed_task(void *arg, int32_t task, int32_t thread)
     }
 }
 
-/* Quantises rows [first, last) of src for the int8 weight that reads them next. */
+/* Quantises rows [first, last) of src for the integer weight that reads them next. */
 static void quantize(step *s, int32_t first, int32_t last)
 {
-    if (s->weight->type == KESTREL_INT8 && last > first)
+    if (s->weight->type != KESTREL_F32 && last > first)
         s->model->kernels.quantize_rows(s->src, s->src_stride, s->weight->k, first, last - first, &s->model->lhs);
 }
 
@@ -106,6 +106,8 @@ static void matmul_panels(const step *s, int64_t begin, int64_t end, float *dst,
     const uint8_t *data = (const uint8_t *)w->data + begin * panel_bytes(w->type, w->k);
     if (w->type == KESTREL_INT8)
         s->model->kernels.matmul_int8(data, end - begin, &s->model->lhs, s->dst_rows, dst, dst_stride);
+    else if (w->type == KESTREL_INT4)
+        s->model->kernels.matmul_int4(data, end - begin, &s->model->lhs, s->dst_rows, dst, dst_stride);
     else
         s->model->kernels.matmul_f32(data, end - begin, w->k, s->src, s->src_stride, s->dst_rows, dst, dst_stride);
 }
@@ -164,7 +166,7 @@ static void rope_task(void *arg, int32_t task, int32_t thread)
 
 /* --- the step ------------------------------------------------------------------------------------------------------ */
 
-/* dst = src @ weight^T over `rows` rows; int8: the lhs has been filled by the phase before. */
+/* dst = src @ weight^T over `rows` rows; int8 and int4: the lhs has been filled by the phase before. */
 static void matmul(step *s, int32_t rows, float *dst, int64_t dst_stride)
 {
     const int64_t panels = round_up(s->weight->n, PANEL) / PANEL;
@@ -245,7 +247,7 @@ static int32_t layers(step *s, int32_t cancel_fd)
         kestrel_attend(s);
 
         set_input(s, &l->o, m->attended, nd);
-        if (l->o.type == KESTREL_INT8) kestrel_run(s, quantize_task, row_tasks(s, s->m));
+        if (l->o.type != KESTREL_F32) kestrel_run(s, quantize_task, row_tasks(s, s->m));
         matmul(s, s->m, m->delta, h);
 
         set_input(s, &l->gate_up, m->normed, h);

@@ -6,6 +6,7 @@
 const kestrel_variant kestrel_menu[] = {
     ENTRY(quantize_rows, portable, 0),
     ENTRY(matmul_int8, portable, 0),
+    ENTRY(matmul_int4, portable, 0),
     ENTRY(matmul_f32, portable, 0),
     ENTRY(norm, portable, 0),
     ENTRY(rope, portable, 0),
@@ -17,20 +18,24 @@ const kestrel_variant kestrel_menu[] = {
 #ifdef KESTREL_HAVE_NEON
     ENTRY(quantize_rows, neon, ISA_NEON),
     ENTRY(matmul_int8, neon, ISA_NEON),
+    ENTRY(matmul_int4, neon, ISA_NEON),
     ENTRY(norm, neon, ISA_NEON),
     ENTRY(silu_multiply, neon, ISA_NEON),
     ENTRY(attention_span, neon, ISA_NEON),
 #endif
 #ifdef KESTREL_HAVE_NEON_DOTPROD
     ENTRY(matmul_int8, neon_dotprod, ISA_NEON_DOTPROD),
+    ENTRY(matmul_int4, neon_dotprod, ISA_NEON_DOTPROD),
 #endif
 #ifdef KESTREL_HAVE_NEON_I8MM
     ENTRY(quantize_rows, neon_i8mm, ISA_NEON_I8MM),
     ENTRY(matmul_int8, neon_i8mm, ISA_NEON_I8MM),
+    ENTRY(matmul_int4, neon_i8mm, ISA_NEON_I8MM),
 #endif
 #ifdef KESTREL_HAVE_AVX2
     ENTRY(quantize_rows, avx2, ISA_AVX2),
     ENTRY(matmul_int8, avx2, ISA_AVX2),
+    ENTRY(matmul_int4, avx2, ISA_AVX2),
     ENTRY(norm, avx2, ISA_AVX2),
     ENTRY(silu_multiply, avx2, ISA_AVX2),
     ENTRY(attention_span, avx2, ISA_AVX2),
@@ -41,6 +46,7 @@ const kestrel_variant kestrel_menu[] = {
 #endif
 #ifdef KESTREL_HAVE_AVX512_VNNI
     ENTRY(matmul_int8, avx512_vnni, ISA_AVX512_VNNI),
+    ENTRY(matmul_int4, avx512_vnni, ISA_AVX512_VNNI),
 #endif
 };
 const int kestrel_menu_length = (int)(sizeof kestrel_menu / sizeof *kestrel_menu);
@@ -95,6 +101,7 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out)
 #define SELECT(op) out->op = (kestrel_##op##_fn *)find_variant(#op, mask)->function
     SELECT(quantize_rows);
     SELECT(matmul_int8);
+    SELECT(matmul_int4);
     SELECT(matmul_f32);
     SELECT(norm);
     SELECT(rope);

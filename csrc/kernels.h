@@ -15,6 +15,8 @@ enum { PANEL = KESTREL_PANEL, GROUP = KESTREL_GROUP, KEY_BLOCK = KESTREL_KEY_BLO
 /* --- the packed layout (pack.c writes it, every matmul reads it as it lies) ---------------------------------------
  * k is padded with zeros to kp = round_up(k, GROUP), n to whole panels of 8 rows. A panel is contiguous, 64-byte aligned:
  *   int8: scales f16 [kp / GROUP][8], zero-padded to a multiple of 64 bytes; then int8 [kp / 4][8 rows][4 k].
+ *   int4: the same scales; then bytes [kp / 8][8 rows][4]: byte j holds k = j in its low half and k = 4 + j in its high half, each
+ *         two's complement in [-8, 7]. So the low halves of 32 bytes are one block of int8's layout, the high halves the next.
  *   f32:  float [kp][8 rows].
  * Group 64: with the fold at conversion (kestrel/calibration.py) mean KL 0.0044 on SmolLM2-135M, where group 32 gives 0.0030 with
  * it and 0.0048 without; 2.7 % fewer bytes a token and half the scale work. alpha 0.65 instead of 0.5 in the fold: 0.0048.
@@ -26,7 +28,7 @@ static inline int64_t padded_k(int64_t k) { return round_up(k, GROUP); }
 static inline int64_t panel_scale_bytes(int64_t k) { return round_up(padded_k(k) / GROUP * PANEL * 2, 64); }
 static inline int64_t panel_bytes(int32_t type, int64_t k)
 {
-    return type == KESTREL_F32 ? padded_k(k) * PANEL * 4 : panel_scale_bytes(k) + padded_k(k) * PANEL;
+    return type == KESTREL_F32 ? padded_k(k) * PANEL * 4 : panel_scale_bytes(k) + padded_k(k) * PANEL / (type == KESTREL_INT4 ? 2 : 1);
 }
 
 /* Activations as a matmul reads them. The layout of `values` belongs to the variant pair (quantize_rows, matmul_int8); the plain one:
@@ -34,7 +36,7 @@ static inline int64_t panel_bytes(int32_t type, int64_t k)
 typedef struct kestrel_lhs {
     int8_t *values; /* capacity round_up(m, 8) * kp */
     float *scales;  /* capacity round_up(m, 8) * (kp / GROUP) */
-    int32_t *sums;  /* the same capacity; avx512_vnni: -128 times each group's sum, where its unsigned x signed dot products start */
+    int32_t *sums;  /* the same capacity; avx2, avx512: -128 times each group's sum, for their unsigned x signed dot products */
     int64_t kp;
 } kestrel_lhs;
 
@@ -49,7 +51,7 @@ typedef struct kestrel_lhs {
  * Rows      row i alone = row i among others (bits), whatever the layout.
  * Specials  -0 quantises to 0. A zero group has scale 0.
  * Errors    none: asserts.
- * Variant   portable (auto-vectorised), neon, neon_i8mm (tokens in pairs), avx2, avx512 (and sums).
+ * Variant   portable (auto-vectorised), neon, neon_i8mm (tokens in pairs), avx2 and avx512 (and sums).
  * Cost      about 1 cycle an element; k elements against n k of the matmul. */
 typedef void kestrel_quantize_rows_fn(const float *src, int64_t src_stride, int64_t k, int64_t row0, int64_t m, kestrel_lhs *lhs);
 
@@ -67,6 +69,14 @@ typedef void kestrel_quantize_rows_fn(const float *src, int64_t src_stride, int6
  *           avx512_vnni (vpdpbusd on w + 128).
  * Cost      n k m MACs; n k (1 + 2 / GROUP) bytes of weights, each read once for all rows when m <= 8. */
 typedef void kestrel_matmul_int8_fn(const void *data, int64_t panels, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride);
+
+/* matmul_int4
+ * As matmul_int8 in every field, with panels of type INT4: s is the exact int32 sum of q x over the group, q in [-8, 7], and
+ *           acc = fma((float)s, scale_w[g][r] * scale_x[i][g], acc). |s| <= 8 * 127 * GROUP.
+ * Variant   portable, neon (smlal of a whole group in 16 bits), neon_dotprod, neon_i8mm (16 q in the byte's upper half, sums 16 times as
+ *           large read against a magic number 16 times as small), avx2 (vpmaddubsw on q + 8), avx512_vnni (vpdpbusd on q + 8).
+ * Cost      n k m MACs; n k (1/2 + 2 / GROUP) bytes of weights. */
+typedef kestrel_matmul_int8_fn kestrel_matmul_int4_fn;
 
 /* matmul_f32
  * Computes  dst[i][p * 8 + r] = acc; acc = 0; for k ascending: acc = fma(x[i][k], w[k][r], acc), over the k columns (not the padding).
@@ -157,6 +167,7 @@ typedef struct kestrel_kernels {
     const char *isa;
     kestrel_quantize_rows_fn *quantize_rows;
     kestrel_matmul_int8_fn *matmul_int8;
+    kestrel_matmul_int4_fn *matmul_int4;
     kestrel_matmul_f32_fn *matmul_f32;
     kestrel_norm_fn *norm;
     kestrel_rope_fn *rope;
@@ -185,6 +196,7 @@ int kestrel_kernels_select(const char *isa, kestrel_kernels *out); /* KESTREL_OK
 
 kestrel_quantize_rows_fn kestrel_quantize_rows_portable, kestrel_quantize_rows_neon, kestrel_quantize_rows_neon_i8mm, kestrel_quantize_rows_avx2, kestrel_quantize_rows_avx512;
 kestrel_matmul_int8_fn kestrel_matmul_int8_portable, kestrel_matmul_int8_neon, kestrel_matmul_int8_neon_dotprod, kestrel_matmul_int8_neon_i8mm, kestrel_matmul_int8_avx2, kestrel_matmul_int8_avx512_vnni;
+kestrel_matmul_int4_fn kestrel_matmul_int4_portable, kestrel_matmul_int4_neon, kestrel_matmul_int4_neon_dotprod, kestrel_matmul_int4_neon_i8mm, kestrel_matmul_int4_avx2, kestrel_matmul_int4_avx512_vnni;
 kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
 kestrel_norm_fn kestrel_norm_portable, kestrel_norm_neon, kestrel_norm_avx2;
 kestrel_rope_fn kestrel_rope_portable;

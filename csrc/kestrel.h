@@ -17,13 +17,14 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 3,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 4,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
     KESTREL_GROUP = 64,           /* k values that share one scale, in weights and in activations */
     KESTREL_KEY_BLOCK = 32,       /* keys of one transposed K block */
-    KESTREL_SPAN = 128            /* keys of one attention span: the unit of the softmax's order */
+    KESTREL_SPAN = 128,           /* keys of one attention span: the unit of the softmax's order */
+    KESTREL_FEEDBACK = 128        /* columns over which int4's rounding errors are spread */
 };
 
 enum kestrel_status {
@@ -38,13 +39,13 @@ enum kestrel_status {
     KESTREL_E_REWIND = 8      /* rewind past the length or below a ring's floor */
 };
 
-enum kestrel_type { KESTREL_F32 = 0, KESTREL_INT8 = 1, KESTREL_F16 = 2 };
+enum kestrel_type { KESTREL_F32 = 0, KESTREL_INT8 = 1, KESTREL_F16 = 2, KESTREL_INT4 = 3 };
 
 enum kestrel_hidden_act { KESTREL_SILU = 0, KESTREL_GELU_TANH = 1 };
 
 enum kestrel_want { KESTREL_WANT_NONE = 0, KESTREL_WANT_LOGITS = 1, KESTREL_WANT_CANDIDATES = 2 };
 
-/* A matrix [n][k] in panels, as it lies in the file (pack.c has the layout). type KESTREL_F32 or KESTREL_INT8. */
+/* A matrix [n][k] in panels, as it lies in the file (pack.c has the layout). type KESTREL_F32, KESTREL_INT8 or KESTREL_INT4. */
 typedef struct kestrel_weight {
     int32_t type;
     int32_t reserved;
@@ -166,9 +167,14 @@ const char *kestrel_op_name(int32_t i);
 
 /* Bytes of a packed [n][k] matrix, a multiple of 64; -1 for a bad type or shape. */
 int64_t kestrel_packed_bytes(int32_t type, int64_t n, int64_t k);
-/* Quantises (int8: absmax / 127 per group, scale rounded to f16, half to even) and lays out rows [row0, row0 + rows) of a matrix
- * with n rows. src [rows][k] f32, finite. row0 a multiple of KESTREL_PANEL, rows too unless they end the matrix. dst is the whole matrix. */
-int32_t kestrel_pack(int32_t type, int64_t n, int64_t k, int64_t row0, int64_t rows, const float *src, void *dst);
+/* Quantises (int8: absmax / 127 per group, scale rounded to f16, half to even; int4: round_int4.c) and lays out rows [row0, row0 + rows) of a matrix
+ * with n rows. src [rows][k] f32, finite. row0 a multiple of KESTREL_PANEL, rows too unless they end the matrix. dst is the whole matrix.
+ * int4 alone, else NULL: importance, the mean square of each input channel, [k rounded up to KESTREL_GROUP], and feedback, the factors of each block
+ * of KESTREL_FEEDBACK channels from kestrel_feedback, one after the other; NULL: all channels alike, none. Allocates a panel's scratch. */
+int32_t kestrel_pack(int32_t type, int64_t n, int64_t k, int64_t row0, int64_t rows, const float *src, const float *importance, const float *feedback, void *dst);
+/* Where int4's rounding errors go within one block of n <= KESTREL_FEEDBACK input channels: moments, factors
+ * [KESTREL_FEEDBACK][KESTREL_FEEDBACK]; of the moments (mean products of two channels) the upper triangle of the first n is read. */
+int32_t kestrel_feedback(int32_t n, const float *moments, float *factors);
 /* dst [k]: row r as float, exactly what the kernels compute with. */
 int32_t kestrel_unpack_row(const kestrel_weight *w, int64_t r, float *dst);
 

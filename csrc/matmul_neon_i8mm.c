@@ -1,4 +1,4 @@
-/* matmul_int8 and its quantize_rows, Armv8.6 i8mm: smmla, sdot for few rows. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
+/* matmul_int8, matmul_int4 and their quantize_rows, Armv8.6 i8mm: smmla, sdot for few rows. Contract in kernels.h. SPDX-License-Identifier: Apache-2.0
  *
  * One smmla takes 8 k of 2 tokens and of 2 rows. quantize_rows lays tokens out in pairs: values [pair][kp / 8][2][8], scales
  * [pair][kp / GROUP][2]; the rows' 8 k come from two vectors of the panel by zip. Sums and accumulators stay in smmla's order
@@ -6,6 +6,8 @@
  * The zips cost as much as the smmla of one pair: 1 to 3 tokens take sdot on the panel as it lies; from 9 on a panel's zips are
  * paid once, into a buffer. Scales (a multiply, a subtraction, an fma per four sums) leave smmla 73 % of the two pipes at GROUP 64.
  * Neoverse N2's model, share of 64 MAC/cycle: 4 tokens 48 %, 6 55 %, 8 55 %, many 71 % without the zips, 36 cycles a group of a panel.
+ * int4: a byte's high half is 16 q as it stands, its low half after a shift by four; sums are 16 times as large. Its panels go through
+ * the buffer from 4 rows on: the splits are paid once, and the loop over the buffer is int8's.
  * Lost: 8 rows x 6 pairs as two halves of the rows 61 %, vmmlaq_s32 and a statement each smmla (gcc's moves: 50 to 52 % at 8),
  * post-index ldp (39 cycles a group instead of 29 at 1 token). */
 #include "kernels.h"
@@ -17,7 +19,9 @@ enum { TILE = 4 /* pairs */, FEW = 2 /* pairs */, AHEAD = 2048, CHUNK = 24 /* gr
 
 /* As in matmul_neon_dotprod.c: sums start at the bits of 1.5 * 2^23, one subtraction converts them. */
 static const int32_t magic_bits[8] = {ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS, ROUND_BITS};
-_Static_assert(127 * 127 * GROUP < 1 << 22 && GROUP % 8 == 0, "a group's sum must stay below 2^22");
+#define MAGIC_INT4 786432.0f
+static const int32_t magic_bits_int4[8] = {0x49400000, 0x49400000, 0x49400000, 0x49400000, 0x49400000, 0x49400000, 0x49400000, 0x49400000};
+_Static_assert(127 * 127 * GROUP < 1 << 22 && 8 * 127 * GROUP < 1 << 18 && GROUP % 8 == 0, "a group's sum must stay below a third of the magic number");
 
 void kestrel_quantize_rows_neon_i8mm(const float *src, int64_t src_stride, int64_t k, int64_t row0, int64_t m, kestrel_lhs *lhs)
 {
@@ -54,14 +58,29 @@ INLINE float32x4_t load_scales(const float *p)
     __asm__ volatile("ldr %d0, %1" : "=w"(v) : "m"(*(const float (*)[2])p));
     return v;
 }
-INLINE void load_sums(int32x4_t c[2])
+INLINE void load_sums(int32x4_t c[2], int32_t type)
 {
-    __asm__ volatile("ldp %q0, %q1, %2" : "=w"(c[0]), "=w"(c[1]) : "Q"(magic_bits));
+    if (type == KESTREL_INT4) __asm__ volatile("ldp %q0, %q1, %2" : "=w"(c[0]), "=w"(c[1]) : "Q"(magic_bits_int4));
+    else __asm__ volatile("ldp %q0, %q1, %2" : "=w"(c[0]), "=w"(c[1]) : "Q"(magic_bits));
 }
-INLINE void prefetch_group(const int8_t *w)
+INLINE float32x4_t magic_of(int32_t type) { return vdupq_n_f32(type == KESTREL_INT4 ? MAGIC_INT4 : ROUND_MAGIC); }
+INLINE int64_t group_bytes(int32_t type) { return type == KESTREL_INT4 ? GROUP * PANEL / 2 : GROUP * PANEL; }
+INLINE void prefetch_group(const int8_t *w, int32_t type)
 {
     UNROLL
-    for (int j = 0; j < GROUP * PANEL; j += 64) __builtin_prefetch(w + AHEAD + j);
+    for (int j = 0; j < group_bytes(type); j += 64) __builtin_prefetch(w + AHEAD + j);
+}
+/* 8 k of 8 rows as they lie j k into a group: a the first 4 k, b the next; int4's times 16. */
+INLINE void load_rows(const int8_t *w, int j, int32_t type, int8x16_t mask, int8x16_t a[2], int8x16_t b[2])
+{
+    if (type == KESTREL_INT4) {
+        load_32(w, j * PANEL / 2, b);
+        __asm__ volatile("shl %0.16b, %2.16b, #4\n\tshl %1.16b, %3.16b, #4\n\tand %2.16b, %2.16b, %4.16b\n\tand %3.16b, %3.16b, %4.16b"
+                         : "=&w"(a[0]), "=&w"(a[1]), "+w"(b[0]), "+w"(b[1]) : "w"(mask));
+    } else {
+        load_32(w, j * PANEL, a);
+        load_32(w, j * PANEL + 32, b);
+    }
 }
 
 /* --- few rows: sdot ---------------------------------------------------------------------------------------------- */
@@ -79,28 +98,28 @@ INLINE void prefetch_group(const int8_t *w)
     }
 
 /* All of lhs, 1 to 2 * FEW rows: 16 bytes hold k 0..3, 4..7 of a pair's first token in lanes 0, 1, of its second in lanes 2, 3. */
-INLINE void few_rows(const uint8_t *panel, const kestrel_lhs *lhs, float *dst, int64_t dst_stride, int tokens)
+INLINE void few_rows(const uint8_t *panel, const kestrel_lhs *lhs, float *dst, int64_t dst_stride, int tokens, int32_t type)
 {
     const int64_t kp = lhs->kp, groups = kp / GROUP;
     const float16_t *scale_w = (const float16_t *)panel;
     const int8_t *w = (const int8_t *)panel + panel_scale_bytes(kp), *x = lhs->values;
     const float *scale_x = lhs->scales;
-    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC);
+    const float32x4_t magic = magic_of(type);
+    const int8x16_t mask = vdupq_n_s8((int8_t)0xf0);
     float32x4_t acc[2 * FEW][2];
     UNROLL
     for (int t = 0; t < tokens; t++) acc[t][0] = acc[t][1] = vdupq_n_f32(0.0f);
-    for (int64_t g = 0; g < groups; g++, w += GROUP * PANEL, x += GROUP * 2) {
-        prefetch_group(w);
+    for (int64_t g = 0; g < groups; g++, w += group_bytes(type), x += GROUP * 2) {
+        prefetch_group(w, type);
         int32x4_t c[2 * FEW][2];
         int8x16_t a[2], b[2], v[FEW];
         UNROLL
-        for (int t = 0; t < tokens; t++) load_sums(c[t]);
+        for (int t = 0; t < tokens; t++) load_sums(c[t], type);
         UNROLL
         for (int j = 0; j < GROUP; j += 8) {
-            load_32(w, j * PANEL, a);
             UNROLL
             for (int t = 0; t < tokens; t += 2) v[t / 2] = load_16(x + t * kp + j * 2);
-            load_32(w, j * PANEL + 32, b);
+            load_rows(w, j, type, mask, a, b);
             DOTS(c, a, v, 0, 2);
             DOTS(c, b, v, 1, 3);
         }
@@ -166,16 +185,18 @@ INLINE void zip_scales(const float16_t *h, int quads, float32x4_t s[4])
     }
 }
 
-static void zip_groups(const int8_t *w, const float16_t *scales, int64_t groups, zipped *z)
+INLINE void zip_groups(const int8_t *w, const float16_t *scales, int64_t groups, zipped *z, int32_t type)
 {
     int8_t *to = z->w;
-    for (int64_t g = 0; g < groups; g++, w += GROUP * PANEL) {
-        prefetch_group(w);
+    const int8x16_t mask = vdupq_n_s8((int8_t)0xf0);
+    for (int64_t g = 0; g < groups; g++, w += group_bytes(type)) {
+        prefetch_group(w, type);
         UNROLL
-        for (int j = 0; j < GROUP * PANEL; j += 64, to += 64) {
-            const int8_t *from = w + j;
-            vst2q_s32((int32_t *)to, ((int32x4x2_t){{vreinterpretq_s32_s8(vld1q_s8(from)), vreinterpretq_s32_s8(vld1q_s8(from + 32))}}));
-            vst2q_s32((int32_t *)(to + 32), ((int32x4x2_t){{vreinterpretq_s32_s8(vld1q_s8(from + 16)), vreinterpretq_s32_s8(vld1q_s8(from + 48))}}));
+        for (int j = 0; j < GROUP; j += 8, to += 64) {
+            int8x16_t a[2], b[2];
+            load_rows(w, j, type, mask, a, b);
+            vst2q_s32((int32_t *)to, ((int32x4x2_t){{vreinterpretq_s32_s8(a[0]), vreinterpretq_s32_s8(b[0])}}));
+            vst2q_s32((int32_t *)(to + 32), ((int32x4x2_t){{vreinterpretq_s32_s8(a[1]), vreinterpretq_s32_s8(b[1])}}));
         }
         float32x4_t s[4];
         zip_scales(scales + g * PANEL, 2, s);
@@ -187,13 +208,13 @@ static void zip_groups(const int8_t *w, const float16_t *scales, int64_t groups,
 /* `quads` x 4 rows of a panel for `tokens` rows in `pairs` pairs from row (even) on, over groups [begin, end); w and the scales are
  * those of group begin: `z` or, when it is NULL, the panel's. With begin > 0 dst goes on. Of an odd last pair the second is not stored. */
 INLINE void tile(const int8_t *w, const float16_t *scale_w, const zipped *z, int64_t begin, int64_t end, const kestrel_lhs *lhs, int64_t row,
-    float *dst, int64_t dst_stride, int tokens, int pairs, int quads)
+    float *dst, int64_t dst_stride, int tokens, int pairs, int quads, int32_t type)
 {
     const int64_t kp = lhs->kp, groups = kp / GROUP;
     const float *scale_z = z ? z->scales[0][0] : NULL;
     const int8_t *x[TILE];
     const float *scale_x[TILE];
-    const float32x4_t magic = vdupq_n_f32(ROUND_MAGIC);
+    const float32x4_t magic = magic_of(type);
     float32x4_t acc[TILE][4];
     if (z) w = z->w;
     dst += row * dst_stride;
@@ -209,12 +230,12 @@ INLINE void tile(const int8_t *w, const float16_t *scale_w, const zipped *z, int
     }
     /* hot loop: one group: exact sums of the rows for all tokens, then one fma each */
     for (int64_t g = 0; g < end - begin; g++, w += GROUP * PANEL) {
-        if (!z) prefetch_group(w);
+        if (!z) prefetch_group(w, type);
         int32x4_t c[TILE][4];
         UNROLL
         for (int p = 0; p < pairs; p++) {
-            load_sums(c[p]);
-            if (quads == 2) load_sums(c[p] + 2);
+            load_sums(c[p], type);
+            if (quads == 2) load_sums(c[p] + 2, type);
         }
         UNROLL
         for (int j = 0; j < GROUP; j += 8) {
@@ -264,20 +285,20 @@ INLINE void tile(const int8_t *w, const float16_t *scale_w, const zipped *z, int
 }
 
 /* Any number of rows; a chunk of groups, its rows of lhs and the buffer stay in L1; between chunks the accumulators lie in dst. */
-static void many_rows(const int8_t *w, const float16_t *scales, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride)
+INLINE void many_rows(const int8_t *w, const float16_t *scales, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride, int32_t type)
 {
     const int64_t groups = lhs->kp / GROUP;
     zipped z;
     for (int64_t begin = 0, end; begin < groups; begin = end) {
         end = begin + CHUNK < groups ? begin + CHUNK : groups;
-        zip_groups(w + begin * GROUP * PANEL, scales + begin * PANEL, end - begin, &z);
+        zip_groups(w + begin * group_bytes(type), scales + begin * PANEL, end - begin, &z, type);
         for (int64_t i = 0; i < m;) {
             const int64_t left = m - i;
             const int tokens = left > 8 ? 6 : left > 6 ? 4 : (int)left;
             switch ((tokens + 1) / 2) {
-            case 1: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 1, 2); break;
-            case 2: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 2, 2); break;
-            default: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 3, 2);
+            case 1: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 1, 2, type); break;
+            case 2: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 2, 2, type); break;
+            default: tile(NULL, NULL, &z, begin, end, lhs, i, dst, dst_stride, tokens, 3, 2, type);
             }
             i += tokens;
         }
@@ -295,18 +316,34 @@ void kestrel_matmul_int8_neon_i8mm(const void *data, int64_t panels, const kestr
         float *out = dst + p * PANEL;
         const int rows = m <= 8 ? (int)m : 9;
         switch (rows) {
-        case 1: few_rows(panel, lhs, out, dst_stride, 1); break;
-        case 2: few_rows(panel, lhs, out, dst_stride, 2); break;
-        case 3: few_rows(panel, lhs, out, dst_stride, 3); break;
-        case 4: tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, 4, 2, 2); break;
+        case 1: few_rows(panel, lhs, out, dst_stride, 1, KESTREL_INT8); break;
+        case 2: few_rows(panel, lhs, out, dst_stride, 2, KESTREL_INT8); break;
+        case 3: few_rows(panel, lhs, out, dst_stride, 3, KESTREL_INT8); break;
+        case 4: tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, 4, 2, 2, KESTREL_INT8); break;
         case 5:
-        case 6: tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, rows, 3, 2); break;
+        case 6: tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, rows, 3, 2, KESTREL_INT8); break;
         case 7:
         case 8:
-            tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, rows, 4, 1);
-            tile(w + 16, scales + 4, NULL, 0, groups, lhs, 0, out + 4, dst_stride, rows, 4, 1);
+            tile(w, scales, NULL, 0, groups, lhs, 0, out, dst_stride, rows, 4, 1, KESTREL_INT8);
+            tile(w + 16, scales + 4, NULL, 0, groups, lhs, 0, out + 4, dst_stride, rows, 4, 1, KESTREL_INT8);
             break;
-        default: many_rows(w, scales, lhs, m, out, dst_stride);
+        default: many_rows(w, scales, lhs, m, out, dst_stride, KESTREL_INT8);
+        }
+    }
+}
+
+void kestrel_matmul_int4_neon_i8mm(const void *data, int64_t panels, const kestrel_lhs *lhs, int64_t m, float *dst, int64_t dst_stride)
+{
+    const int64_t kp = lhs->kp, bytes = panel_bytes(KESTREL_INT4, kp);
+    assert(m >= 1 && kp % GROUP == 0);
+    for (int64_t p = 0; p < panels; p++) {
+        const uint8_t *panel = (const uint8_t *)data + p * bytes;
+        float *out = dst + p * PANEL;
+        switch (m) {
+        case 1: few_rows(panel, lhs, out, dst_stride, 1, KESTREL_INT4); break;
+        case 2: few_rows(panel, lhs, out, dst_stride, 2, KESTREL_INT4); break;
+        case 3: few_rows(panel, lhs, out, dst_stride, 3, KESTREL_INT4); break;
+        default: many_rows((const int8_t *)panel + panel_scale_bytes(kp), (const float16_t *)panel, lhs, m, out, dst_stride, KESTREL_INT4);
         }
     }
 }

@@ -6,7 +6,7 @@
 
 static bool weight_ok(const kestrel_weight *w, int64_t n, int64_t k)
 {
-    return w->data && w->n == n && w->k == k && (w->type == KESTREL_F32 || w->type == KESTREL_INT8) && (uintptr_t)w->data % 64 == 0;
+    return w->data && w->n == n && w->k == k && (w->type == KESTREL_F32 || w->type == KESTREL_INT8 || w->type == KESTREL_INT4) && (uintptr_t)w->data % 64 == 0;
 }
 
 static bool config_ok(const kestrel_config *c)

@@ -7,14 +7,7 @@ enum { VECTORS = GROUP / 16 };
 
 static inline uint32_t largest(__m512i v) { return kestrel_largest8(_mm256_max_epu32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1))); }
 
-static inline int32_t total(__m512i v)
-{
-    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
-    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
-    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1));
-    return _mm_cvtsi128_si32(a);
-}
+static inline int32_t total(__m512i v) { return kestrel_total8(_mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1))); }
 
 static inline void group(const float *x, int8_t *q, float *scale, int32_t *start)
 {

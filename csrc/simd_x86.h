@@ -32,6 +32,14 @@ static inline uint32_t kestrel_largest8(__m256i v)
     return (uint32_t)_mm_cvtsi128_si32(a);
 }
 
+static inline int32_t kestrel_total8(__m256i v)
+{
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1));
+    return _mm_cvtsi128_si32(a);
+}
+
 #if defined(__AVX512F__) || defined(KESTREL_EMULATED_AVX512) || defined(KESTREL_EMULATED_AVX512_VNNI)
 static inline __m512 kestrel_expf16(__m512 x0)
 {

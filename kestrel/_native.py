@@ -19,7 +19,7 @@ except ImportError:
     raise ImportError("kestrel is not built here: `pip install .`, or `python3 csrc/build.py` in a source tree") from None
 
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libkestrel.so")
-_ABI = 3
+_ABI = 4
 
 
 def _check_cpu() -> None:
@@ -49,14 +49,14 @@ def _load() -> Any:
 
 lib = _load()
 
-F32, INT8, F16 = lib.KESTREL_F32, lib.KESTREL_INT8, lib.KESTREL_F16
-PANEL, GROUP = lib.KESTREL_PANEL, lib.KESTREL_GROUP
+F32, INT8, F16, INT4 = lib.KESTREL_F32, lib.KESTREL_INT8, lib.KESTREL_F16, lib.KESTREL_INT4
+PANEL, GROUP, FEEDBACK = lib.KESTREL_PANEL, lib.KESTREL_GROUP, lib.KESTREL_FEEDBACK
 NUMERICS_VERSION, FORMAT_VERSION = lib.KESTREL_NUMERICS_VERSION, lib.KESTREL_FORMAT_VERSION
 WANT_NONE, WANT_LOGITS, WANT_CANDIDATES = lib.KESTREL_WANT_NONE, lib.KESTREL_WANT_LOGITS, lib.KESTREL_WANT_CANDIDATES
 E_CANCELLED, E_NOT_FINITE = lib.KESTREL_E_CANCELLED, lib.KESTREL_E_NOT_FINITE
 
 HIDDEN_ACTS = {"silu": lib.KESTREL_SILU, "gelu_pytorch_tanh": lib.KESTREL_GELU_TANH}
-TYPES = {"f32": F32, "int8": INT8, "f16": F16}
+TYPES = {"f32": F32, "int8": INT8, "f16": F16, "int4": INT4}
 
 
 def status_text(status: int) -> str:
@@ -132,11 +132,29 @@ def packed_bytes(weight_type: str, n: int, k: int) -> int:
     return size
 
 
-def pack(weight_type: str, n: int, row0: int, rows: Any, dst: Any) -> None:
-    """Packs rows [row0, row0 + len(rows)) of a matrix with n rows. rows: float32 [r, k]; dst: uint8, the whole packed matrix."""
+def pack(weight_type: str, n: int, row0: int, rows: Any, dst: Any, importance: Any = None, feedback: Any = None) -> None:
+    """Packs rows [row0, row0 + len(rows)) of a matrix with n rows. rows: float32 [r, k]; dst: uint8, the whole packed matrix.
+
+    int4: importance float32 [k, padded to GROUP] and feedback float32 [blocks, FEEDBACK, FEEDBACK] as in kestrel.h, or None.
+    """
     k = rows.shape[1]
-    check(lib.kestrel_pack(TYPES[weight_type], n, k, row0, rows.shape[0], array(rows, "float32", (-1, -1), "rows"),
+    kp = -(-k // GROUP) * GROUP
+    columns = ffi.NULL if importance is None else array(importance, "float32", (kp,), "importance")
+    factors = ffi.NULL if feedback is None else array(feedback, "float32", (-(-kp // FEEDBACK), FEEDBACK, FEEDBACK), "feedback")
+    check(lib.kestrel_pack(TYPES[weight_type], n, k, row0, rows.shape[0], array(rows, "float32", (-1, -1), "rows"), columns, factors,
                            array(dst, "uint8", (packed_bytes(weight_type, n, k),), "dst", writable=True)), "pack")
+
+
+def feedback(moments: Any) -> Any:
+    """float32 [blocks, FEEDBACK, FEEDBACK]: where int4's rounding errors go, of moments float32 of the same shape (kestrel_feedback)."""
+    import numpy as np
+
+    shape = (moments.shape[0], FEEDBACK, FEEDBACK)
+    out = np.empty(shape, np.float32)
+    read, written = array(moments, "float32", shape, "moments"), array(out, "float32", shape, "factors", writable=True)
+    for block in range(shape[0]):
+        check(lib.kestrel_feedback(FEEDBACK, read + block * FEEDBACK ** 2, written + block * FEEDBACK ** 2), "feedback")
+    return out
 
 
 def unpack_row(weight: Any, row: int) -> Any:

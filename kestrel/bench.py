@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 from . import _native
 from ._native import ffi, lib
 from .errors import KestrelError
-from .model import MAX_DRAFT, ForwardModel, KVCache
+from .model import KV_TYPES, MAX_DRAFT, ForwardModel, KVCache
 from .sampling import Sampling
 from .pack import PackedModel, matrices
 
@@ -160,8 +160,8 @@ def bench(path: Any, plan: Plan = Plan(), kv_type: Optional[str] = None, progres
     import numpy as np
 
     packed = path if isinstance(path, PackedModel) else PackedModel(path)
-    if kv_type is not None and kv_type not in _native.TYPES:
-        raise KestrelError(f"kv type: expected one of {', '.join(_native.TYPES)}, found {kv_type!r}")
+    if kv_type is not None and kv_type not in KV_TYPES:
+        raise KestrelError(f"kv type: expected one of {', '.join(KV_TYPES)}, found {kv_type!r}")
     limit = packed.config.max_position_embeddings
     plan = _checked(plan, limit, note)
     runs = {t: _Runs(ForwardModel(packed, threads=t, max_rows=CHUNK + MAX_DRAFT, kv_type=kv_type)) for t in plan.threads}  # type: ignore[arg-type]

@@ -199,9 +199,17 @@ def _note(text: str) -> None:
     print(f"kestrel: {text}", file=sys.stderr)
 
 
+def _synthetic(args: argparse.Namespace) -> str:
+    from .synthetic import cached_synthetic
+
+    return cached_synthetic(args.synthetic, args.weights or "int8", progress=progress_bar("B", f"make {args.synthetic}"))
+
+
 def _bench(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.synthetic is None):
         raise KestrelError("bench: expected a model or --synthetic SHAPE, and not both")
+    if args.weights and args.model is not None:
+        raise KestrelError("--weights: only with --synthetic")
     for name in ("depths", "widths", "prefill", "decode", "buffer") if args.speculation else ("workloads", "tokens", "svg"):
         if getattr(args, name) is not None:
             raise KestrelError(f"--{name}: {'not' if args.speculation else 'only'} with --speculation")
@@ -209,11 +217,7 @@ def _bench(args: argparse.Namespace) -> int:
         return _boundary(args)
     from .bench import Plan, bench, markdown
 
-    model = args.model
-    if model is None:
-        from .synthetic import cached_synthetic
-
-        model = cached_synthetic(args.synthetic, progress=progress_bar("B", f"make {args.synthetic}"))
+    model = args.model or _synthetic(args)
     given = {name: getattr(args, name) for name in ("threads", "depths", "widths", "samples", "prefill", "decode")}
     plan = Plan(**{name: value for name, value in given.items() if value is not None})
     if args.buffer is not None:
@@ -236,11 +240,7 @@ def _boundary(args: argparse.Namespace) -> int:
     if args.svg is not None:
         check_picture(args.svg)
     workloads = read_workloads(args.workloads) if args.workloads is not None else None
-    model = args.model
-    if model is None:
-        from .synthetic import cached_synthetic
-
-        model = cached_synthetic(args.synthetic, progress=progress_bar("B", f"make {args.synthetic}"))
+    model = args.model or _synthetic(args)
     results: List[Dict[str, Any]] = []
     for row in boundary(model, workloads, args.tokens or 256, args.samples or (3 if workloads is None else 1), args.threads[0] if args.threads else None,
                         args.kv_type, progress_bar("run", "speculation", scale=False), _note):
@@ -270,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
     p = commands.add_parser("convert", help="checkpoint (Hugging Face folder or GGUF) -> one packed file")
     p.add_argument("source")
     p.add_argument("destination")
-    p.add_argument("--weights", default="int8", choices=("int8", "f32"))
+    p.add_argument("--weights", default="int8", choices=("int8", "int4", "f32"))
     p.add_argument("--calibrate", metavar="FILE|off", help="text for the activation-aware fold of int8 weights (default: a built-in one)")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_convert)
@@ -332,6 +332,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("model", nargs="?")
     p.add_argument("--synthetic", metavar="SHAPE", help="instead of a model one made from a seed, kept in $KESTREL_CACHE: 135m, 0.5b, 1.5b, "
                                                         "or LAYERSxHIDDENxMLPxHEADSxKV_HEADSxHEAD_DIMxVOCAB")
+    p.add_argument("--weights", choices=("int8", "int4", "f32"), help="with --synthetic, type of its weights (default: int8)")
     p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the CPUs this process may use)")
     p.add_argument("--depths", type=int, nargs="+", metavar="N", help="positions in the cache before (default: 0 512 2048)")
     p.add_argument("--widths", type=_positive, nargs="+", metavar="N", help="rows of a verify pass (default: 1 2 3 4 5 8 16)")

@@ -115,7 +115,7 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
 
         write_packed(path, checkpoint.config, weights, fingerprint, calibration, text, vector, lambda m: row_blocks(checkpoint, m, fold), report)
 
-    if weights != "int8" or calibrate == "":
+    if weights == "f32" or calibrate == "":
         write(destination, "off", None, progress)
         return
     ids = _calibration_ids(checkpoint, text["tokenizer.json"], tokenizer_config, calibrate)

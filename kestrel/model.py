@@ -142,7 +142,7 @@ class ForwardModel:
 
         def weight(into: Any, name: str, n: int, k: int) -> None:
             keep.append(ffi.from_buffer("uint8_t[]", p.array(name)))
-            into.type, into.n, into.k, into.data, into.bias = _native.TYPES[p.weight_type], n, k, keep[-1], vector(name + "_bias")
+            into.type, into.n, into.k, into.data, into.bias = _native.TYPES[p.stored_type(name)], n, k, keep[-1], vector(name + "_bias")
 
         layers = ffi.new("kestrel_layer[]", c.num_hidden_layers)
         tables = rope_tables(c)

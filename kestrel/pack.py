@@ -23,7 +23,7 @@ from .container import open_file, read_safetensors_header
 from .errors import KestrelError
 
 FORMAT = "kestrel"
-WEIGHT_TYPES = ("int8", "f32")
+WEIGHT_TYPES = ("int8", "int4", "f32")
 _ALIGNMENT = 64
 _TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template")
 
@@ -55,6 +55,18 @@ def _packed_tensors(config: ModelConfig, axes: int) -> Dict[str, Tuple[Tuple[str
     return table
 
 
+def stored_type(name: str, weight_type: str) -> str:
+    """The type of one matrix of a model with `weight_type` weights: int4's embedding and head are int8."""
+    return "int8" if weight_type == "int4" and name in ("embedding", "head") else weight_type
+
+
+class Rounding(NamedTuple):
+    """What int4's rounding of one matrix knows of its inputs, see _native.pack."""
+
+    importance: np.ndarray
+    feedback: np.ndarray
+
+
 def matrices(config: ModelConfig) -> List[Matrix]:
     """Every matrix of the packed file, in the order of the forward pass, the head last."""
     return [Matrix(name, *m) for name, m in _packed_tensors(config, 2).items()]
@@ -74,19 +86,21 @@ def _padded(size: int) -> int:
 
 
 def _weight_entry(matrix: Matrix, weight_type: str) -> Dict[str, Any]:
-    entry: Dict[str, Any] = {"type": weight_type, "n": matrix.n, "k": matrix.k, "panel": _native.PANEL}
-    if weight_type == "int8":
+    kind = stored_type(matrix.name, weight_type)
+    entry: Dict[str, Any] = {"type": kind, "n": matrix.n, "k": matrix.k, "panel": _native.PANEL}
+    if kind != "f32":
         entry.update(group=_native.GROUP, scale="f16")
     return entry
 
 
 def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, calibration: str, text: Dict[str, bytes],
                  vector: Callable[[Vector], np.ndarray], blocks: Callable[[Matrix], Iterator[Tuple[int, np.ndarray]]],
-                 progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+                 progress: Callable[[int, int], None] = lambda done, total: None,
+                 rounding: Callable[[Matrix], Optional[Rounding]] = lambda matrix: None) -> None:
     """Writes a packed file; nothing stands under `path` until it is whole (renamed into place after fsync).
 
     calibration: sha256 of the token ids that the fold was made from, or "off". vector(one of `vectors`) -> float32 [size]; blocks(matrix) -> (first row, float32 [rows, k], or uint8
-    [panels, bytes of one] that are packed already) with rows ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all).
+    [panels, bytes of one] that are packed already) with rows ascending and blocks beginning at multiples of 8. progress(bytes done, bytes in all). rounding(int4 matrix) -> what to round by.
     """
     table, small = matrices(config), vectors(config, calibration != "off")
     entries: Dict[str, Any] = {}
@@ -101,7 +115,7 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
         size = _padded(4 * v.size)
         place(v.name, "F32", [size // 4], size)
     for m in table:
-        size = _native.packed_bytes(weight_type, m.n, m.k)
+        size = _native.packed_bytes(stored_type(m.name, weight_type), m.n, m.k)
         place(m.name, "U8", [size], size)
     for name, raw in text.items():
         place(name, "U8", [_padded(len(raw))], _padded(len(raw)))
@@ -128,7 +142,8 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
                     raise ValueError(f"{v.name}: {len(raw) // 4} numbers, expected {v.size}")
                 file.write(raw + bytes(_padded(len(raw)) - len(raw)))
             for m in table:
-                _write_matrix(file, m, weight_type, blocks(m))
+                kind = stored_type(m.name, weight_type)
+                _write_matrix(file, m, kind, blocks(m), rounding(m) if kind == "int4" else None)
                 progress(min(file.tell() - 8 - len(header), offset), offset)
             for raw in text.values():
                 file.write(raw + b" " * (_padded(len(raw)) - len(raw)))
@@ -142,7 +157,7 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
             os.unlink(partial)
 
 
-def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple[int, np.ndarray]]) -> None:
+def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple[int, np.ndarray]], rounding: Optional[Rounding]) -> None:
     """Panels are independent, so each block is packed as a matrix of its own and appended."""
     expected = 0
     for row, block in blocks:
@@ -153,7 +168,7 @@ def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple
             expected += min(len(block) * _native.PANEL, m.n - row)
             continue
         packed = np.empty(_native.packed_bytes(weight_type, len(block), m.k), np.uint8)
-        _native.pack(weight_type, len(block), 0, np.ascontiguousarray(block, np.float32), packed)
+        _native.pack(weight_type, len(block), 0, np.ascontiguousarray(block, np.float32), packed, *(rounding or ()))
         file.write(packed.data)
         expected += len(block)
     if expected != m.n:
@@ -163,7 +178,7 @@ def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple
 class PackedModel:
     """A packed file, checked and mapped read-only.
 
-    Attributes: path, config (ModelConfig), weight_type ("int8" or "f32"), source (fingerprint of the checkpoint), calibration (sha256 of its ids, or "off"), file_bytes,
+    Attributes: path, config (ModelConfig), weight_type (one of WEIGHT_TYPES), source (fingerprint of the checkpoint), calibration (sha256 of its ids, or "off"), file_bytes,
     weight_bytes (of all matrices and norms: what one forward pass reads, the embedding counted once).
     """
 
@@ -198,14 +213,15 @@ class PackedModel:
     def _check(self, weights: Dict[str, Any]) -> None:
         table = {m.name: m for m in matrices(self.config)}
         kinds = {w.get("type") if isinstance(w, dict) else None for w in weights.values()}
-        if len(kinds) != 1 or not kinds <= set(WEIGHT_TYPES):
-            raise KestrelError(f"{self.path}: weights: expected one type of {', '.join(WEIGHT_TYPES)}, found {sorted(map(str, kinds))}")
-        self.weight_type: str = kinds.pop()
+        of_model = [t for t in WEIGHT_TYPES if kinds == {stored_type(name, t) for name in table}]
+        if not of_model:
+            raise KestrelError(f"{self.path}: weights: expected those of one type of {', '.join(WEIGHT_TYPES)}, found {sorted(map(str, kinds))}")
+        self.weight_type: str = of_model[0]
         expected: Dict[str, Tuple[str, int]] = {}
         for name, m in table.items():
             if weights.get(name) != _weight_entry(m, self.weight_type):
                 raise KestrelError(f"{self.path}: {name}: expected {_weight_entry(m, self.weight_type)}, found {weights.get(name)}")
-            expected[name] = ("U8", _native.packed_bytes(self.weight_type, m.n, m.k))
+            expected[name] = ("U8", _native.packed_bytes(self.stored_type(name), m.n, m.k))
         self._sizes = {v.name: v.size for v in vectors(self.config, self.calibration != "off")}
         for name, size in self._sizes.items():
             expected[name] = ("F32", _padded(4 * size))
@@ -220,6 +236,10 @@ class PackedModel:
             if e.dtype != dtype or e.end - e.begin != size or e.begin % _ALIGNMENT:
                 raise KestrelError(f"{self.path}: {name}: expected {dtype} of {size} bytes at a multiple of {_ALIGNMENT}, "
                                    f"found {e.dtype} of {e.end - e.begin} bytes at {e.begin}")
+
+    def stored_type(self, name: str) -> str:
+        """The type of one matrix: "int8", "int4" or "f32"."""
+        return stored_type(name, self.weight_type)
 
     def has(self, name: str) -> bool:
         """Whether the file has that tensor: biases, some norms and `embedding_scale` are there or not."""

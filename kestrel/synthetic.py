@@ -16,7 +16,7 @@ import numpy as np
 from . import _native
 from .config import ModelConfig
 from .errors import KestrelError
-from .pack import Matrix, PackedModel, Vector, matrices, write_packed
+from .pack import Matrix, PackedModel, Vector, matrices, stored_type, write_packed
 from .toy import text_files, uniform
 
 _BLOCK = 1 << 22  # floats that are hashed for one (width, gain)
@@ -84,7 +84,7 @@ def _repeat(panels: _Panels, n: int, start: int) -> Iterator[Tuple[int, np.ndarr
 def write_synthetic(path: str, shape: str, weights: str = "int8", seed: int = 1, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Writes a packed model of `shape` (see `shape_config`) with the toy's tokenizer. The file depends on shape, weights and seed alone.
 
-    weights: "int8" or "f32". progress(bytes done, bytes in all). KestrelError: bad shape or seed, or the file can't be written.
+    weights: "int8", "int4" or "f32". progress(bytes done, bytes in all). KestrelError: bad shape or seed, or the file can't be written.
     """
     config = shape_config(shape)
     if not 0 <= seed < 1 << 32:
@@ -96,7 +96,7 @@ def write_synthetic(path: str, shape: str, weights: str = "int8", seed: int = 1,
         # as in the toy: attention that looks somewhere, an embedding that the layers don't drown
         gain = 6.0 if m.name == "embedding" else 3.0 if m.name.endswith("qkv") else 1.0
         if (m.k, gain) not in made:
-            made[m.k, gain] = _panels(seed, most[m.k], m.k, gain, weights)
+            made[m.k, gain] = _panels(seed, most[m.k], m.k, gain, stored_type(m.name, weights))
         return _repeat(made[m.k, gain], m.n, zlib.crc32(m.name.encode()))
 
     def vector(v: Vector) -> np.ndarray:

@@ -15,6 +15,7 @@
 static const struct { const char *op; check_fn *check, *bench; } families[] = {
     {"quantize_rows", check_quantize_rows, bench_quantize_rows},
     {"matmul_int8", check_matmul_int8, bench_matmul_int8},
+    {"matmul_int4", check_matmul_int4, bench_matmul_int4},
     {"matmul_f32", check_matmul_f32, bench_matmul_f32},
     {"norm", check_norm, bench_norm},
     {"rope", check_rope, bench_rope},

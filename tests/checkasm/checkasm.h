@@ -54,7 +54,7 @@ extern int bench_threads;
 /* --- the families -------------------------------------------------------------------------------------------------------- */
 
 typedef void check_fn(const kestrel_variant *v);
-check_fn check_matmul_int8, bench_matmul_int8, check_matmul_f32, bench_matmul_f32;
+check_fn check_matmul_int8, bench_matmul_int8, check_matmul_int4, bench_matmul_int4, check_matmul_f32, bench_matmul_f32;
 check_fn check_quantize_rows, bench_quantize_rows;
 check_fn check_attention_span, bench_attention_span, check_attention_merge, bench_attention_merge, check_attention_finish, bench_attention_finish;
 check_fn check_norm, bench_norm, check_rope, bench_rope, check_silu_multiply, bench_silu_multiply, check_gelu_multiply, bench_gelu_multiply;

@@ -1,4 +1,4 @@
-/* matmul_int8 and matmul_f32 against portable. SPDX-License-Identifier: Apache-2.0 */
+/* matmul_int8, matmul_int4 and matmul_f32 against portable. SPDX-License-Identifier: Apache-2.0 */
 #include "checkasm.h"
 #include "half.h"
 #include <stdio.h>
@@ -7,12 +7,31 @@
 enum { M = 17, CAPACITY = 24 }; /* most rows of a test; what a kestrel_lhs of that many rows holds */
 
 typedef enum kind { RANDOM, SAME_SIGN, OPPOSITE, ALTERNATING, NOT_FINITE, KINDS } kind;
-static const char *const kind_name[] = {"random", "+127 x +127", "+127 x -127", "alternating +-127", "zero and NaN groups"};
+static const char *const kind_name[] = {"random", "extreme x +127", "extreme x -127", "alternating extremes", "zero and NaN groups"};
+
+static int32_t type_of(const kestrel_variant *v) { return !strcmp(v->op, "matmul_int4") ? KESTREL_INT4 : KESTREL_INT8; }
+
+/* Column j of row r among a panel's values, by kernels.h's layout. */
+static void set_weight(int8_t *values, int32_t type, int64_t j, int64_t r, int q)
+{
+    if (type == KESTREL_INT8) values[(j / 4 * PANEL + r) * 4 + j % 4] = (int8_t)q;
+    else {
+        int8_t *two = &values[(j / 8 * PANEL + r) * 4 + j % 4];
+        *two = (int8_t)(j % 8 < 4 ? (*two & 0xf0) | (q & 15) : (*two & 15) | q * 16);
+    }
+}
+static int get_weight(const int8_t *values, int32_t type, int64_t j, int64_t r)
+{
+    if (type == KESTREL_INT8) return values[(j / 4 * PANEL + r) * 4 + j % 4];
+    const int two = values[(j / 8 * PANEL + r) * 4 + j % 4];
+    return (((j % 8 < 4 ? two : two >> 4) & 15) ^ 8) - 8;
+}
 
 /* Panels as pack.c lays them: scales, zero padding, values with zero k padding. */
-static void fill_panels(uint8_t *data, int64_t panels, int64_t k, kind kind)
+static void fill_panels(uint8_t *data, int32_t type, int64_t panels, int64_t k, kind kind)
 {
-    const int64_t kp = padded_k(k), bytes = panel_bytes(KESTREL_INT8, k);
+    const int64_t kp = padded_k(k), bytes = panel_bytes(type, k);
+    const int high = type == KESTREL_INT8 ? 127 : 7, low = type == KESTREL_INT8 ? -127 : -8;
     memset(data, 0, (size_t)(panels * bytes));
     for (int64_t p = 0; p < panels; p++, data += bytes) {
         uint16_t *scales = (uint16_t *)data;
@@ -20,9 +39,11 @@ static void fill_panels(uint8_t *data, int64_t panels, int64_t k, kind kind)
         for (int64_t i = 0; i < kp / GROUP * PANEL; i++)
             scales[i] = kind == SAME_SIGN || kind == OPPOSITE || kind == ALTERNATING ? 0x3c00 : random_below(16) ? (uint16_t)(0x0400 + random_below(0x3000)) : 0;
         for (int64_t j = 0; j < k; j++)
-            for (int r = 0; r < PANEL; r++)
-                w[(j / 4 * PANEL + r) * 4 + j % 4] =
-                    kind == RANDOM || kind == NOT_FINITE ? (int8_t)(random_below(255) - 127) : kind == ALTERNATING && (j + r) % 2 ? -127 : 127;
+            for (int r = 0; r < PANEL; r++) {
+                int q = kind == RANDOM || kind == NOT_FINITE ? (int)random_below(high - low + 1) + low : kind == ALTERNATING && (j + r) % 2 ? low : high;
+                if (type == KESTREL_INT4 && r % 2 && (kind == SAME_SIGN || kind == OPPOSITE)) q = low; /* the larger magnitude, against either sign of x */
+                set_weight(w, type, j, r, q);
+            }
     }
 }
 
@@ -82,7 +103,8 @@ static void lhs_seal(const kestrel_lhs *l)
 
 typedef struct problem {
     const kestrel_variant *v;
-    kestrel_matmul_int8_fn *matmul;
+    kestrel_matmul_int8_fn *matmul; /* int4's has the same type */
+    int32_t type;
     kestrel_quantize_rows_fn *quantize;
     int64_t panels, k;
     kind kind;
@@ -95,7 +117,7 @@ typedef struct problem {
 /* One call for m rows in guarded buffers; `cut` splits the panels in two calls (0: one call). */
 static void one_call(const problem *t, int64_t m, int64_t extra, int place, int64_t cut, int64_t first)
 {
-    const int64_t kp = padded_k(t->k), n = t->panels * PANEL, stride = n + extra, bytes = panel_bytes(KESTREL_INT8, t->k);
+    const int64_t kp = padded_k(t->k), n = t->panels * PANEL, stride = n + extra, bytes = panel_bytes(t->type, t->k);
     check_case("%s, panels %lld, k %lld, m %lld, first row %lld, stride +%lld, %s, cut %lld", kind_name[t->kind], (long long)t->panels,
                (long long)t->k, (long long)m, (long long)first, (long long)extra, place == AT_HEAD ? "head" : "tail", (long long)cut);
     kestrel_lhs l = lhs_new(m, t->same_layout ? m : round_up(m, 8), kp, place);
@@ -122,18 +144,18 @@ static void one_call(const problem *t, int64_t m, int64_t extra, int place, int6
     check_end_case();
 }
 
-static void statement_int8(const problem *t)
+static void statement(const problem *t)
 {
     const int64_t kp = padded_k(t->k), n = t->panels * PANEL;
     check_case("float64 statement, %s, panels %lld, k %lld", kind_name[t->kind], (long long)t->panels, (long long)t->k);
     for (int64_t i = 0; i < M; i++)
         for (int64_t o = 0; o < n; o++) {
-            const uint8_t *panel = t->data + o / PANEL * panel_bytes(KESTREL_INT8, t->k);
+            const uint8_t *panel = t->data + o / PANEL * panel_bytes(t->type, t->k);
             const int8_t *w = (const int8_t *)panel + panel_scale_bytes(t->k);
             double sum = 0, size = 0;
             for (int64_t j = 0; j < kp; j++) {
                 const double scale = (double)kestrel_f16_to_f32(((const uint16_t *)panel)[j / GROUP * PANEL + o % PANEL]) * t->plain.scales[i * (kp / GROUP) + j / GROUP];
-                const double term = scale * w[(j / 4 * PANEL + o % PANEL) * 4 + j % 4] * t->plain.values[i * kp + j];
+                const double term = scale * get_weight(w, t->type, j, o % PANEL) * t->plain.values[i * kp + j];
                 sum += term;
                 size += fabs(term);
             }
@@ -144,20 +166,20 @@ static void statement_int8(const problem *t)
 static void check_shape(const kestrel_variant *v, int64_t panels, int64_t k, kind kind, const int *rows, bool small)
 {
     const int64_t kp = padded_k(k), n = panels * PANEL, groups = kp / GROUP;
-    problem t = {v, (kestrel_matmul_int8_fn *)v->function, partner(v), panels, k, kind, NULL, NULL, NULL, {0}, {0}, false};
-    t.data = aligned_alloc(64, (size_t)(panels * panel_bytes(KESTREL_INT8, k)));
+    problem t = {v, (kestrel_matmul_int8_fn *)v->function, type_of(v), partner(v), panels, k, kind, NULL, NULL, NULL, {0}, {0}, false};
+    t.data = aligned_alloc(64, (size_t)(panels * panel_bytes(t.type, k)));
     t.x = malloc((size_t)(M * k) * 4);
     t.want = malloc((size_t)(M * n) * 4);
     kestrel_lhs *both[] = {&t.plain, &t.own};
     for (int i = 0; i < 2; i++)
         *both[i] = (kestrel_lhs){aligned_alloc(64, (size_t)round_up(CAPACITY * kp, 64)), malloc((size_t)(CAPACITY * groups) * 4), malloc((size_t)(CAPACITY * groups) * 4), kp};
-    fill_panels(t.data, panels, k, kind);
+    fill_panels(t.data, t.type, panels, k, kind);
     fill_rows(t.x, M, k, kind);
     kestrel_quantize_rows_portable(t.x, k, k, 0, M, &t.plain);
     t.quantize(t.x, k, k, 0, M, &t.own);
     t.same_layout = has_plain_layout(t.quantize);
-    kestrel_matmul_int8_portable(t.data, panels, &t.plain, M, t.want, n);
-    if (is_portable(v) && kind != NOT_FINITE && small) statement_int8(&t);
+    (t.type == KESTREL_INT8 ? kestrel_matmul_int8_portable : kestrel_matmul_int4_portable)(t.data, panels, &t.plain, M, t.want, n);
+    if (is_portable(v) && kind != NOT_FINITE && small) statement(&t);
     for (int i = 0; rows[i]; i++) {
         for (int place = 0; place < PLACES; place++) one_call(&t, rows[i], place == AT_HEAD ? 5 : 0, place, 0, 0);
         if (small)
@@ -184,6 +206,8 @@ void check_matmul_int8(const kestrel_variant *v)
     static const int real[][2] = {{576, 576}, {576, 1536}, {960, 576}, {3072, 576}}; /* SmolLM2-135M: n, k */
     for (int i = 0; i < (is_emulated() ? 2 : 4); i++) check_shape(v, real[i][0] / PANEL, real[i][1], RANDOM, some_rows, false);
 }
+
+void check_matmul_int4(const kestrel_variant *v) { check_matmul_int8(v); }
 
 /* --- f32 ------------------------------------------------------------------------------------------------------------- */
 
@@ -248,7 +272,7 @@ static void body(void *context, int thread, int threads)
     if (!strcmp(l->v->op, "matmul_f32"))
         ((kestrel_matmul_f32_fn *)l->v->function)(l->data + begin * panel_bytes(KESTREL_F32, l->k), end - begin, l->k, l->x, l->k, l->m, l->dst + begin * PANEL, l->panels * PANEL);
     else
-        ((kestrel_matmul_int8_fn *)l->v->function)(l->data + begin * panel_bytes(KESTREL_INT8, l->k), end - begin, &l->lhs, l->m, l->dst + begin * PANEL, l->panels * PANEL);
+        ((kestrel_matmul_int8_fn *)l->v->function)(l->data + begin * panel_bytes(type_of(l->v), l->k), end - begin, &l->lhs, l->m, l->dst + begin * PANEL, l->panels * PANEL);
 }
 
 static void bench(const kestrel_variant *v, int32_t type)
@@ -256,10 +280,9 @@ static void bench(const kestrel_variant *v, int32_t type)
     enum { ROWS = 64 };
     static uint8_t *memory;
     const int64_t k = 1536, bytes = panel_bytes(type, k), most = 160000000 / bytes, kp = padded_k(k);
-    if (!memory) {
-        memory = bench_memory((size_t)panel_bytes(KESTREL_INT8, k) * (size_t)(160000000 / panel_bytes(KESTREL_INT8, k)) + 64);
-        fill_panels(memory, 160000000 / panel_bytes(KESTREL_INT8, k), k, RANDOM);
-    }
+    static int32_t filled = KESTREL_F32; /* f32 runs over whatever is there */
+    if (!memory) memory = bench_memory(160000064);
+    if (type != filled && type != KESTREL_F32) fill_panels(memory, filled = type, most, k, RANDOM);
     load l = {v, memory, most, k, 1, {bench_memory(ROWS * kp), bench_memory(ROWS * kp / GROUP * 4), bench_memory(ROWS * kp / GROUP * 4), kp},
               bench_memory(ROWS * k * 4), bench_memory((size_t)(ROWS * most * PANEL) * 4)};
     fill_rows(l.x, ROWS, k, RANDOM);
@@ -280,4 +303,5 @@ static void bench(const kestrel_variant *v, int32_t type)
 }
 
 void bench_matmul_int8(const kestrel_variant *v) { bench(v, KESTREL_INT8); }
+void bench_matmul_int4(const kestrel_variant *v) { bench(v, KESTREL_INT4); }
 void bench_matmul_f32(const kestrel_variant *v) { bench(v, KESTREL_F32); }
