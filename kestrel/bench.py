@@ -56,8 +56,7 @@ def weights_region(packed: PackedModel) -> Tuple[Any, int]:
 
 def bytes_per_token(packed: PackedModel, kv: KVCache, positions: float) -> float:
     """Bytes that a decoded token reads: every weight once (of an untied embedding one row: nothing), and K and V of `positions` positions."""
-    embedding = 0 if packed.config.tie_word_embeddings else packed.array("embedding").nbytes
-    return packed.weight_bytes - embedding + kv.position_bytes * positions
+    return packed.weight_bytes + kv.position_bytes * positions
 
 
 class _Runs:

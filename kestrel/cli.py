@@ -126,6 +126,8 @@ def _generate(args: argparse.Namespace) -> int:
     from .generate import Model
 
     model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv)
+    if model.ctx < (args.ctx or model.config.max_position_embeddings):
+        _note(f"memory has room for a context of {model.ctx}, not the model's {model.config.max_position_embeddings}")
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
     generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
@@ -148,31 +150,15 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from . import _native
-    from .pack import PackedModel
+    from .info import footprint, info, text
+    from .memory import require
 
-    isa = _native.choose_isa(None)
-    packed = PackedModel(args.model)
-    c = packed.config
-    kv_element = 4 if packed.weight_type == "f32" else 2
-    info = {
-        "path": packed.path, "architecture": c.architecture, "weights": packed.weight_type, "file_bytes": packed.file_bytes,
-        "weight_bytes": packed.weight_bytes, "kv_bytes_per_token": 2 * c.num_hidden_layers * c.kv_size * kv_element,
-        "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "num_hidden_layers": c.num_hidden_layers,
-        "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size, "max_position_embeddings": c.max_position_embeddings, "source": packed.source,
-        "chat_template": packed.text("chat_template") is not None, "isa": isa, "isa_available": _native.isa_names(),
-        "kernels": _native.variants(isa), "threads": _native.default_threads(),
-    }
+    found = info(args.model, args.ctx, args.kv)
     if args.json:
-        _print_json(info)
-        return 0
-    kernels = ", ".join(f"{op} {name}" for op, name in info["kernels"].items() if name != "portable")
-    print(f"{packed.path}: {c.architecture}, {packed.weight_type} weights, {packed.file_bytes / 1e6:.1f} MB")
-    print(f"  {c.num_hidden_layers} layers, hidden {c.hidden_size}, {c.num_attention_heads} heads on {c.num_key_value_heads} kv heads of {c.head_dim}, "
-          f"mlp {c.intermediate_size}, vocabulary {c.vocab_size}, context {c.max_position_embeddings}")
-    print(f"  read per token: {packed.weight_bytes / 1e6:.1f} MB of weights; cache: {info['kv_bytes_per_token'] / 1024:.1f} KiB a position")
-    print(f"  here: {isa} of {', '.join(info['isa_available'])} ({kernels or 'portable kernels'}), {info['threads']} threads")
+        _print_json(found)
+    else:
+        print(text(found), flush=True)
+    require(footprint(found), found["memory"]["available"], found["path"])
     return 0
 
 
@@ -309,6 +295,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("info", help="what a packed file is, and what would run it here")
     p.add_argument("model")
+    p.add_argument("--ctx", type=_positive, metavar="N", help="positions to say the memory of (default: the model's, or as many as fit)")
+    _add_kv(p)
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_info)
 

@@ -16,6 +16,7 @@ from . import model as forward_model
 from .acceptance import Acceptance
 from .drafter import CallableDrafter, Drafter, NoDraft, PromptLookup, ReferenceText, Sources, SuffixDrafter
 from .errors import KestrelError
+from .memory import available_bytes, require
 from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
 from .planner import Planner, Round, Speculation, StepCosts
 from .sampling import Sampling, Settings, TokenLogprobs
@@ -239,12 +240,12 @@ class Model(ForwardModel):
 
     @classmethod
     def load(cls, path: Any, threads: Optional[int] = None, isa: Optional[str] = None, ctx: Optional[int] = None, chunk: int = 256,
-             kv_type: Optional[str] = None) -> "Model":
+             kv_type: Optional[str] = None, fit: bool = True) -> "Model":
         """Maps a packed file and makes it ready.
 
         threads: default, the CPUs this process may use. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
-        and answer together (default: the model's). chunk: most prompt tokens of one pass. kv_type: "f16", "f32" or "int8" (default: f16, f32 for f32 weights).
-        KestrelError: bad file, impossible isa.
+        and answer together (default: the model's, or as many as memory has room for). chunk: most prompt tokens of one pass. kv_type: "f16", "f32" or "int8" (default: f16, f32 for f32 weights).
+        fit: refuse what this machine's memory has no room for. KestrelError: bad file, impossible isa, too little memory.
         """
         begin = time.perf_counter()
         if not isinstance(chunk, int) or not 1 <= chunk <= 4096:
@@ -267,7 +268,9 @@ class Model(ForwardModel):
         limit = self.config.max_position_embeddings
         if ctx is not None and not 1 <= ctx <= limit:
             raise KestrelError(f"ctx: expected 1 to {limit} (the model's), found {ctx}")
-        self.ctx = ctx or limit
+        available = available_bytes() if fit else None
+        self.ctx = ctx or self.longest_ctx(available) or 1
+        require(self.footprint(self.ctx), available, packed.path)
         self.load_seconds = time.perf_counter() - begin
         return self
 

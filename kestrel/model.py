@@ -14,6 +14,7 @@ from . import _native
 from ._native import ffi, lib
 from .config import ModelConfig
 from .errors import KestrelError
+from .memory import Footprint
 from .pack import PackedModel
 from .rope import inverse_frequencies
 from .sampling import Sampling, TokenLogprobs
@@ -172,9 +173,24 @@ class ForwardModel:
 
     # --- caches ---------------------------------------------------------------------------------------------------
 
-    def kv_bytes(self, capacity: int, max_rows: Optional[int] = None) -> int:
-        """Bytes of a cache of `capacity` positions."""
-        return lib.kestrel_kv_bytes(self._native_config, capacity, max_rows or self.max_rows, _native.TYPES[self.kv_type])
+    def kv_bytes(self, capacity: int, max_rows: Optional[int] = None, kv_type: Optional[str] = None) -> int:
+        """Bytes of a cache of `capacity` positions (of another type than the model's own, when given)."""
+        return lib.kestrel_kv_bytes(self._native_config, capacity, max_rows or self.max_rows, _native.TYPES[kv_type or self.kv_type])
+
+    def footprint(self, ctx: int, kv_type: Optional[str] = None) -> Footprint:
+        """What answering within `ctx` positions takes. Nothing of it is touched yet: weights are mapped, scratch is reserved."""
+        logits = 4 * (MAX_DRAFT + 1) * self.config.vocab_size
+        return Footprint(self.packed.file_bytes, self.kv_bytes(ctx, kv_type=kv_type), self.scratch_bytes + logits, ctx)
+
+    def longest_ctx(self, available: Optional[int], kv_type: Optional[str] = None) -> int:
+        """The most positions, up to the model's, whose footprint is within `available` bytes (None: no bound); 0 when not even one's is."""
+        low, high = 0, self.config.max_position_embeddings
+        if available is None:
+            return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.footprint(middle, kv_type).total <= available else (low, middle - 1)
+        return low
 
     def new_kv(self, capacity: int, max_rows: Optional[int] = None) -> KVCache:
         """An empty cache for `capacity` positions and passes of at most `max_rows` rows (default: the model's)."""

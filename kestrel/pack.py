@@ -179,7 +179,7 @@ class PackedModel:
     """A packed file, checked and mapped read-only.
 
     Attributes: path, config (ModelConfig), weight_type (one of WEIGHT_TYPES), source (fingerprint of the checkpoint), calibration (sha256 of its ids, or "off"), file_bytes,
-    weight_bytes (of all matrices and norms: what one forward pass reads, the embedding counted once).
+    weight_bytes (of all matrices and norms: what one forward pass reads; an embedding that is not the head too, a table of which a pass reads single rows, does not count).
     """
 
     def __init__(self, path: str):
@@ -199,7 +199,8 @@ class PackedModel:
         with file:
             self._map = mmap.mmap(file.fileno(), self.file_bytes, access=mmap.ACCESS_READ)
         self._buffer = np.frombuffer(self._map, np.uint8)
-        self.weight_bytes = sum(e.end - e.begin for name, e in self._entries.items() if name not in self._text)
+        table = () if self.config.tie_word_embeddings else ("embedding",)
+        self.weight_bytes = sum(e.end - e.begin for name, e in self._entries.items() if name not in self._text and name not in table)
 
     def _json(self, metadata: Dict[str, str], key: str) -> Dict[str, Any]:
         try:
