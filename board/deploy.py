@@ -65,7 +65,7 @@ class Board:
         if host.startswith("-"):
             refuse(f"{host!r}: expected a host, as in pi@raspberrypi")
         self.host = host
-        self._ssh = ["ssh", *(["-F", config] if config else []), "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8",
+        self._ssh = ["ssh", *(["-F", config] if config else []), "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8",
                      "-o", "ControlMaster=auto", "-o", f"ControlPath={sockets}/%C", "-o", "ControlPersist=30"]
         if not sys.stdin.isatty():
             self._ssh += ["-o", "BatchMode=yes"]    # nobody there to type a password

@@ -3,6 +3,7 @@
 """Build the wheels for boards on any Linux host: no Python of the target, no root, no container.
 
     python3 cross/build.py [--target TAG]... [--out dist] [--cc CC]
+    python3 cross/build.py --print-cc --target TAG      the compiler command of a target, for csrc/build.py --cc
 
 TAG: manylinux_2_28_aarch64 (Raspberry Pi OS, Debian 10, Ubuntu 20.04, JetPack 5 and newer), musllinux_1_2_aarch64
 (Alpine), manylinux_2_28_x86_64 (needs x86-64-v3); default: all three, compiled by zig, which brings every target's libc.
@@ -84,6 +85,11 @@ def use_own_environment(absent: List[str]) -> None:
     os.execv(str(python), [str(python), str(Path(__file__).resolve()), *sys.argv[1:]])
 
 
+def zig(tag: str) -> str:
+    """The compiler command of a target: no debug information, and no path of this machine in what asserts say."""
+    return shlex.join([sys.executable, "-m", "ziglang", "cc", "-target", TARGETS[tag], "-g0", f"-ffile-prefix-map={ROOT}=."])
+
+
 def commit_time() -> str:
     """Seconds of the last commit; 1 January 2020 outside of a git checkout."""
     try:
@@ -119,12 +125,10 @@ def wheel(csrc_build, tag: Optional[str], cc: str, out: Path) -> Path:
     """Build one wheel; without a tag it is that of the library's own needs."""
     refuse_half_a_wheel(csrc_build, cc)
     os.umask(0o022)     # modes of files are in the archive
-    environment = {**os.environ, "CC": cc, "CFLAGS": f"-g0 -ffile-prefix-map={ROOT}=.", "LDFLAGS": "-Wl,-s", "PYTHONHASHSEED": "0",
+    environment = {**os.environ, "CC": cc, "LDFLAGS": "-Wl,-s", "PYTHONHASHSEED": "0",
                    "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or commit_time()}
     with tempfile.TemporaryDirectory(prefix="kestrel-wheel-") as folder:
         if tag is None:
-            for name in ("CFLAGS", "LDFLAGS"):
-                os.environ[name] = environment[name]
             tag = glibc_tag(csrc_build.build(cc=cc, out=Path(folder), target="lib", quiet=True).library)
         # the options of setup.py, in one call: the build stays out of the tree's own build/lib
         cmd = [sys.executable, "setup.py", "-q", "build", "--build-base", f"{folder}/build", "egg_info", "--egg-base", folder,
@@ -145,7 +149,10 @@ def main() -> int:
     ap.add_argument("--target", action="append", choices=sorted(TARGETS), metavar="TAG", help="may be given several times")
     ap.add_argument("--out", type=Path, default=ROOT / "dist")
     ap.add_argument("--cc", help="this compiler instead of zig, for the one target that it has")
+    ap.add_argument("--print-cc", action="store_true")
     a = ap.parse_args()
+    if a.print_cc and len(a.target or ()) != 1:
+        ap.error("--print-cc: expected one --target")
     if a.cc and a.target:
         ap.error("--cc: the compiler says what its target is; leave out --target")
     absent = missing_tools()
@@ -154,11 +161,13 @@ def main() -> int:
     import check_wheel
 
     csrc_build = load_csrc_build()
-    zig = shlex.join([sys.executable, "-m", "ziglang", "cc", "-target"])
-    work = [(None, a.cc)] if a.cc else [(tag, f"{zig} {TARGETS[tag]}") for tag in a.target or TARGETS]
+    if a.print_cc:
+        print(zig(a.target[0]))
+        return 0
+    work = [(None, f"{a.cc} -g0 -ffile-prefix-map={ROOT}=.")] if a.cc else [(tag, zig(tag)) for tag in a.target or TARGETS]
     bad = 0
     for i, (tag, cc) in enumerate(work, 1):
-        say(f"[{i}/{len(work)}] {tag or cc}")
+        say(f"[{i}/{len(work)}] {tag or a.cc}")
         try:
             made = wheel(csrc_build, tag, cc, a.out.resolve())
         except (csrc_build.BuildError, ValueError) as error:

@@ -58,7 +58,7 @@ def main() -> int:
     a = ap.parse_args()
     csrc_build = load_csrc_build()
     try:
-        done = csrc_build.build(cc=a.cc, target="all", out=None, werror=a.werror)
+        done = csrc_build.build(cc=a.cc, target="all", werror=a.werror)
         if done.architecture != "aarch64":
             raise csrc_build.BuildError(f"{a.cc} compiles for {done.machine}, not for aarch64")
         print(lay_out(done, csrc_build))

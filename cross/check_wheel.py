@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import List, Tuple
 
@@ -124,10 +125,10 @@ def main() -> int:
         bad, facts = check(wheel)
         print(facts if not bad else f"{wheel.name}: {'; '.join(bad)}", flush=True)
         wrong = wrong or bool(bad)
-        for python in PYTHONS if a.resolve else ():
-            fine, said = resolve(wheel, python)
-            print(f"  Python {python}: {said if fine else 'NOT RESOLVED: ' + said}", flush=True)
-            wrong = wrong or not fine
+        with ThreadPoolExecutor(4) as pool:     # pip waits for the network
+            for python, (fine, said) in zip(PYTHONS, pool.map(lambda p: resolve(wheel, p), PYTHONS)) if a.resolve else ():
+                print(f"  Python {python}: {said if fine else 'NOT RESOLVED: ' + said}", flush=True)
+                wrong = wrong or not fine
     return 1 if wrong else 0
 
 

@@ -88,3 +88,12 @@ def test_a_wheel_that_is_not_what_it_says(check_wheel, check_elf, root, tmp_path
 def test_a_wheel_of_another_name_is_refused(check_wheel, tmp_path):
     with pytest.raises(ValueError, match="expected kestrel-VERSION-py3-none-manylinux"):
         check_wheel.parts(tmp_path / "kestrel-0.1.0-cp311-cp311-linux_x86_64.whl")
+
+
+def test_the_guide_is_made_of_commands_that_exist(root):
+    """Each script that a block of cross/README.md starts is there; CI runs the blocks themselves."""
+    guide = module_of(root, "guide")
+    blocks = guide.blocks((root / "cross" / "README.md").read_text())
+    named = {word for block in blocks for word in block.replace("build/elsewhere/", "").split() if word.startswith("cross/")}
+    assert len(blocks) >= 5 and {"cross/build.py", "cross/check_wheel.py", "cross/check_objects.py", "cross/run_emulated.sh"} <= named
+    assert [name for name in named if not (root / name).exists()] == []
