@@ -190,10 +190,5 @@ def logsumexp(logits: Any) -> float:
     return out[0]
 
 
-def default_threads() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 if sys.byteorder != "little":
     raise ImportError("kestrel needs a little-endian machine")

@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 from . import _native
 from ._native import ffi, lib
+from .cores import default_threads
 from .errors import KestrelError
 from .model import KV_TYPES, MAX_DRAFT, ForwardModel, KVCache
 from .sampling import Sampling
@@ -137,7 +138,7 @@ def _checked(plan: Plan, limit: int, note: Callable[[str], None]) -> Plan:
             note(f"depth {depth}: left out, {room} tokens more do not fit in the model's context of {limit}")
         elif depth + plan.prefill > limit:
             note(f"prefill at depth {depth}: left out, {plan.prefill} tokens more do not fit in the model's context of {limit}")
-    return plan._replace(threads=sorted(set(plan.threads) or {_native.default_threads()}), widths=widths,
+    return plan._replace(threads=sorted(set(plan.threads) or {default_threads()}), widths=widths,
                          depths=[d for d in depths if d + room <= limit])
 
 

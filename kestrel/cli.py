@@ -107,6 +107,21 @@ def _summary(result: Dict[str, Any]) -> str:
             f"{result['isa']}, {result['threads']} threads")
 
 
+def _load(args: argparse.Namespace) -> Any:
+    """The model of `generate`, with this process kept to the cores that its threads run best on; notes say what is less, or more, than asked for."""
+    from .cores import choose_cores, stay_on, warn_of_threads
+    from .generate import Model
+
+    cores = choose_cores()
+    stay_on(cores.for_threads(args.threads or cores.threads))
+    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv, use_mmap=not args.no_mmap)
+    if args.threads is not None:
+        warn_of_threads(args.threads, _note, cores)
+    if model.ctx < (args.ctx or model.config.max_position_embeddings):
+        _note(f"memory has room for a context of {model.ctx}, not the model's {model.config.max_position_embeddings}")
+    return model
+
+
 def _generate(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise KestrelError("--system: only with --chat")
@@ -123,11 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
     draft_from = _read_file(args.draft_from) if args.draft_from is not None else None
     if draft_from == "":
         raise KestrelError(f"{args.draft_from}: expected a text to draft from, found nothing")
-    from .generate import Model
-
-    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv)
-    if model.ctx < (args.ctx or model.config.max_position_embeddings):
-        _note(f"memory has room for a context of {model.ctx}, not the model's {model.config.max_position_embeddings}")
+    model = _load(args)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
     generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
@@ -274,8 +285,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-from", metavar="FILE", help="a text that the answer follows with changes, to draft from: the one being edited, say")
     p.add_argument("--explain", action="store_true", help="a line for each round on stderr: source, match, width, accepted, cost, ledger")
     p.add_argument("--show-drafts", action="store_true", help="in a terminal, show in green what accepted drafts brought")
-    p.add_argument("--threads", type=_positive, metavar="N", help="default: the CPUs this process may use")
-    p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's)")
+    p.add_argument("--threads", type=_positive, metavar="N", help="default: the big cores that this process may use")
+    p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's, as far as memory goes)")
+    p.add_argument("--no-mmap", action="store_true", help="read the file into memory instead of mapping it")
     p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")
     _add_kv(p)
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -321,7 +333,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--synthetic", metavar="SHAPE", help="instead of a model one made from a seed, kept in $KESTREL_CACHE: 135m, 0.5b, 1.5b, "
                                                         "or LAYERSxHIDDENxMLPxHEADSxKV_HEADSxHEAD_DIMxVOCAB")
     p.add_argument("--weights", choices=("int8", "int4", "f32"), help="with --synthetic, type of its weights (default: int8)")
-    p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the CPUs this process may use)")
+    p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the big cores that this process may use)")
     p.add_argument("--depths", type=int, nargs="+", metavar="N", help="positions in the cache before (default: 0 512 2048)")
     p.add_argument("--widths", type=_positive, nargs="+", metavar="N", help="rows of a verify pass (default: 1 2 3 4 5 8 16)")
     p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5; with --speculation 3, with --workloads 1)")

@@ -240,17 +240,17 @@ class Model(ForwardModel):
 
     @classmethod
     def load(cls, path: Any, threads: Optional[int] = None, isa: Optional[str] = None, ctx: Optional[int] = None, chunk: int = 256,
-             kv_type: Optional[str] = None, fit: bool = True) -> "Model":
+             kv_type: Optional[str] = None, fit: bool = True, use_mmap: bool = True) -> "Model":
         """Maps a packed file and makes it ready.
 
-        threads: default, the CPUs this process may use. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
+        threads: default, the big cores that this process may use. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
         and answer together (default: the model's, or as many as memory has room for). chunk: most prompt tokens of one pass. kv_type: "f16", "f32" or "int8" (default: f16, f32 for f32 weights).
-        fit: refuse what this machine's memory has no room for. KestrelError: bad file, impossible isa, too little memory.
+        use_mmap: see PackedModel. fit: refuse what this machine's memory has no room for. KestrelError: bad file, impossible isa, too little memory.
         """
         begin = time.perf_counter()
         if not isinstance(chunk, int) or not 1 <= chunk <= 4096:
             raise KestrelError(f"chunk: expected 1 to 4096, found {chunk!r}")
-        packed = forward_model.PackedModel(path)
+        packed = forward_model.PackedModel(path, use_mmap)
         raw = packed.text("tokenizer.json")
         if raw is None:
             raise KestrelError(f"{packed.path}: no tokenizer.json in the file")

@@ -6,9 +6,10 @@ What a cgroup has in its page cache counts as free: weights are mapped from thei
 """
 from __future__ import annotations
 
-import os
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, NamedTuple, Optional
 
+from . import cgroup
+from .cgroup import read_number, read_text
 from .errors import KestrelError
 
 _MIB = 1 << 20
@@ -42,52 +43,30 @@ def require(footprint: Footprint, available: Optional[int], path: str) -> None:
         raise KestrelError(f"{path}: needs {footprint}, available {mib(max(available, 0))}; a smaller --ctx or --kv int8 takes less")
 
 
+def meminfo(root: str = "/") -> Dict[str, int]:
+    """{name: bytes} of /proc/meminfo; empty when it can't be read."""
+    found = {}
+    for line in (read_text(root, "proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        parts = rest.split()
+        if parts and parts[0].isdigit():
+            found[name] = int(parts[0]) * (1024 if parts[1:] == ["kB"] else 1)
+    return found
+
+
 def available_bytes(root: str = "/") -> Optional[int]:
     """Bytes that this process may take now; None where the system doesn't say. root: where /proc and /sys are (tests)."""
-    found = [n for n in (_meminfo(root), *_cgroups(root)) if n is not None]
+    found = [n for n in (meminfo(root).get("MemAvailable"), *_cgroups(root)) if n is not None]
     return min(found) if found else None
 
 
-def _read(*parts: str) -> str:
-    try:
-        with open(os.path.join(*parts), encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> Optional[int]:
-    text = text.strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
-
-
-def _meminfo(root: str) -> Optional[int]:
-    for line in _read(root, "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            kib = _number(line.split()[1])
-            return None if kib is None else kib << 10
-    return None
-
-
-def _cgroups(root: str) -> Iterator[Optional[int]]:
+def _cgroups(root: str) -> Iterator[int]:
     """What each memory cgroup above this process leaves; one without a limit says nothing."""
-    for line in _read(root, "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            yield from _levels(os.path.join(root, "sys/fs/cgroup"), path, ("memory.max", "memory.current", "active_file", "inactive_file"))
-        elif "memory" in controllers.split(","):
-            yield from _levels(os.path.join(root, "sys/fs/cgroup/memory"), path,
-                               ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"))
-
-
-def _levels(mount: str, path: str, names: Tuple[str, str, str, str]) -> Iterator[Optional[int]]:
-    """From a cgroup up to its mount; inside a container the outer path doesn't exist and the mount itself holds the limit."""
-    parts = [p for p in path.split("/") if p and p != ".."]
-    for depth in range(len(parts), -1, -1):
-        folder = os.path.join(mount, *parts[:depth])
-        limit, used = _number(_read(folder, names[0])), _number(_read(folder, names[1]))
-        if limit is not None and used is not None:
-            stat = dict(line.split(" ", 1) for line in _read(folder, "memory.stat").splitlines() if " " in line)
-            cached = sum(_number(stat.get(name, "0")) or 0 for name in names[2:])
-            yield limit - max(used - cached, 0)
+    for folder in cgroup.folders(root, "memory"):
+        for names in (("memory.max", "memory.current", "active_file", "inactive_file"),
+                      ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")):
+            limit, used = (read_number(root, folder, name) for name in names[:2])
+            if limit is not None and used is not None:
+                stat = dict(line.split(" ", 1) for line in (read_text(root, folder, "memory.stat") or "").splitlines() if " " in line)
+                cached = sum(int(stat[name]) for name in names[2:] if stat.get(name, "").isdigit())
+                yield limit - max(used - cached, 0)

@@ -13,6 +13,7 @@ import numpy as np
 from . import _native
 from ._native import ffi, lib
 from .config import ModelConfig
+from .cores import choose_cores, running_on
 from .errors import KestrelError
 from .memory import Footprint
 from .pack import PackedModel
@@ -108,7 +109,8 @@ class ForwardModel:
         self.packed = PackedModel(path) if not isinstance(path, PackedModel) else path
         self.config = self.packed.config
         self.isa = _native.choose_isa(isa)
-        self.threads = threads or _native.default_threads()
+        cores = choose_cores()
+        self.threads = threads or cores.threads
         if not 1 <= self.threads <= 256:
             raise KestrelError(f"threads: expected 1 to 256, found {threads}")
         self.max_rows = max(max_rows, MAX_DRAFT + 1)
@@ -119,7 +121,8 @@ class ForwardModel:
         self.lock = threading.RLock()
         self._native_config, self._keep = self._describe()
         out = ffi.new("kestrel_model **")
-        _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.max_rows, out), self.packed.path)
+        with running_on(cores.for_threads(self.threads)):  # the workers inherit it
+            _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.max_rows, out), self.packed.path)
         self._handle = ffi.gc(out[0], lib.kestrel_model_free)
         self._rows = ffi.new("kestrel_row[]", self.max_rows)
         self._output = ffi.new("kestrel_output *")

@@ -25,6 +25,7 @@ from .errors import KestrelError
 FORMAT = "kestrel"
 WEIGHT_TYPES = ("int8", "int4", "f32")
 _ALIGNMENT = 64
+_READ_AHEAD = 16 << 20  # bytes asked for at once
 _TEXT = ("tokenizer.json", "tokenizer_config.json", "chat_template")
 
 
@@ -175,14 +176,40 @@ def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple
         raise ValueError(f"{m.name}: {expected} rows, expected {m.n}")
 
 
+def _mapped(file: Any, size: int) -> mmap.mmap:
+    """The file's own pages, read ahead in large pieces: what a pass touches is in no order that the kernel's readahead would see through."""
+    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        for at in range(0, size, _READ_AHEAD):
+            mapped.madvise(mmap.MADV_WILLNEED, at, min(_READ_AHEAD, size - at))
+    return mapped
+
+
+def _read(file: Any, size: int, path: str) -> mmap.mmap:
+    """Memory of our own (whole pages, so as aligned as a mapping) with the file's bytes."""
+    memory = mmap.mmap(-1, size)
+    view = memoryview(memory)
+    at = 0
+    while at < size:
+        count = file.readinto(view[at:at + _READ_AHEAD])
+        if not count:
+            raise KestrelError(f"{path}: expected {size} bytes, found {at}: the file changes while it is being read")
+        at += count
+    return memory
+
+
 class PackedModel:
     """A packed file, checked and mapped read-only.
+
+    use_mmap False: read into memory of this process instead, at the price of its size: for storage that is slow to read at random or may go
+    away. A mapped file must stay as it is while in use, as a program's own file must: when something truncates it, reading beyond its new end is a
+    SIGBUS (mmap(2)). Replacing it by renaming another over it, as `kestrel convert` does, is harmless.
 
     Attributes: path, config (ModelConfig), weight_type (one of WEIGHT_TYPES), source (fingerprint of the checkpoint), calibration (sha256 of its ids, or "off"), file_bytes,
     weight_bytes (of all matrices and norms: what one forward pass reads; an embedding that is not the head too, a table of which a pass reads single rows, does not count).
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, use_mmap: bool = True):
         self.path = os.fspath(path)
         self._entries, metadata = read_safetensors_header(self.path)
         if metadata.get("format") != FORMAT:
@@ -197,8 +224,12 @@ class PackedModel:
         self._check(weights)
         file, self.file_bytes = open_file(self.path)
         with file:
-            self._map = mmap.mmap(file.fileno(), self.file_bytes, access=mmap.ACCESS_READ)
+            end = max(e.end for e in self._entries.values())
+            if self.file_bytes != end:
+                raise KestrelError(f"{self.path}: expected {end} bytes, found {self.file_bytes}: the file changes while it is being read")
+            self._map = _mapped(file, end) if use_mmap else _read(file, end, self.path)
         self._buffer = np.frombuffer(self._map, np.uint8)
+        self._buffer.flags.writeable = False
         table = () if self.config.tie_word_embeddings else ("embedding",)
         self.weight_bytes = sum(e.end - e.begin for name, e in self._entries.items() if name not in self._text and name not in table)
 
