@@ -125,9 +125,9 @@ class StepCosts:
                 seconds = known[width] = self._shorter(bucket, width, plain) if bucket else None
                 if seconds is None:
                     continue
-            elif self._passes - context.used[width] > _FORGET << len(context.recent[width]):
-                continue
             context.narrowest, context.widest = context.narrowest or width, width
+            if context.recent[width] and self._passes - context.used[width] > _FORGET << len(context.recent[width]):
+                continue
             begin, before = len(curve) - 1, curve[-1]
             step = (seconds - before) / (width - begin)
             curve += [before + step * i for i in range(1, width - begin)]
@@ -298,7 +298,7 @@ class Planner(Speculation):
         """See Speculation. Empty when the ledger says no, when no length promises a gain, or when a plain step must be measured."""
         begin = self._clock()
         self._proposal = draft = Proposal()
-        most = min(most, self._reach)
+        most = min(most, self._reach, self._most)
         if most > 0 and self._since_plain < _PLAIN_EVERY:
             costs = self._costs.at(past)
             if costs.curve is not None:
@@ -365,8 +365,9 @@ class Planner(Speculation):
         if width == 1:
             self._since_plain = 0
         else:
-            plain = self._costs.plain(past) or 0.0
-            self._widest = max(self._widest, (self._costs.measured(width, past) or 0.0) - plain)
+            usual = self._costs.measured(1, past)
+            if usual is not None:
+                self._widest = max(self._widest, (self._costs.measured(width, past) or 0.0) - usual)
             self.allowance = max(self.allowance, self._widest)
             self.ledger = max(self.ledger, -self.allowance)
             self._debt = max(self._debt, -self.allowance)
