@@ -12,7 +12,10 @@
 #include <poll.h>
 #include <stdatomic.h>
 
-enum { TASKS_PER_THREAD = 4 }; /* of a matmul: small enough that unequal cores end together */
+enum {
+    TASK_BYTES = 16384, /* of a matmul's weights: about a microsecond's reading, so that all threads end together */
+    MOST_TASKS = 65000
+};
 
 static int32_t row_tasks(const step *s, int32_t rows) { return (rows + s->row_block - 1) / s->row_block; }
 
@@ -99,6 +102,19 @@ static void activation_task(void *arg, int32_t task, int32_t thread)
     quantize_task(arg, task, thread);
 }
 
+/* Panels of one task of the weight's matmul. */
+static int32_t task_panels(const kestrel_weight *w)
+{
+    const int64_t panels = round_up(w->n, PANEL) / PANEL, bytes = panel_bytes(w->type, w->k), least = panels / MOST_TASKS + 1;
+    return (int32_t)(bytes * least < TASK_BYTES ? TASK_BYTES / bytes : least);
+}
+
+static int32_t matmul_tasks(const kestrel_weight *w)
+{
+    const int64_t each = (int64_t)task_panels(w) * PANEL;
+    return (int32_t)((w->n + each - 1) / each);
+}
+
 /* Panels [begin, end) of the weight for all rows. */
 static void matmul_panels(const step *s, int64_t begin, int64_t end, float *dst, int64_t dst_stride)
 {
@@ -116,9 +132,8 @@ static void matmul_task(void *arg, int32_t task, int32_t thread)
 {
     step *s = arg;
     const kestrel_weight *w = s->weight;
-    const int64_t panels = round_up(w->n, PANEL) / PANEL;
-    const int64_t begin = panels * task / s->tasks;
-    int64_t end = panels * (task + 1) / s->tasks;
+    const int64_t panels = round_up(w->n, PANEL) / PANEL, each = task_panels(w);
+    const int64_t begin = task * each, end = begin + each < panels ? begin + each : panels;
     const bool hangs_over = end * PANEL > w->n;
     (void)thread;
     if (end - hangs_over > begin) matmul_panels(s, begin, end - hangs_over, s->dst + begin * PANEL, s->dst_stride);
@@ -169,20 +184,20 @@ static void rope_task(void *arg, int32_t task, int32_t thread)
 /* dst = src @ weight^T over `rows` rows; int8 and int4: the lhs has been filled by the phase before. */
 static void matmul(step *s, int32_t rows, float *dst, int64_t dst_stride)
 {
-    const int64_t panels = round_up(s->weight->n, PANEL) / PANEL;
-    const int64_t most = s->model->threads == 1 ? 1 : (int64_t)s->model->threads * TASKS_PER_THREAD;
     s->dst = dst;
     s->dst_stride = dst_stride;
     s->dst_rows = rows;
-    kestrel_run(s, matmul_task, (int32_t)(panels < most ? panels : most));
+    kestrel_run(s, matmul_task, matmul_tasks(s->weight));
 }
 
+/* The weight of the next matmul, which workers may begin to fetch, and what it reads. */
 static void set_input(step *s, const kestrel_weight *weight, const float *src, int64_t stride)
 {
     s->weight = weight;
     s->src = src;
     s->src_stride = stride;
     s->model->lhs.kp = padded_k(weight->k);
+    kestrel_pool_ahead(s->model->pool, weight->data, task_panels(weight) * panel_bytes(weight->type, weight->k), matmul_tasks(weight));
 }
 
 /* m->normed = norm of x + delta (x keeps the sum); delta, what the block before made, is normed itself first if it has a post_gain. */
