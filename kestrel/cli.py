@@ -207,7 +207,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise KestrelError("bench: expected a model or --synthetic SHAPE, and not both")
     if args.weights and args.model is not None:
         raise KestrelError("--weights: only with --synthetic")
-    for name in ("depths", "widths", "prefill", "decode", "buffer") if args.speculation else ("workloads", "tokens", "svg"):
+    for name in ("depths", "widths", "prefill", "decode", "buffer") if args.speculation else ("workloads", "tokens", "every", "svg"):
         if getattr(args, name) is not None:
             raise KestrelError(f"--{name}: {'not' if args.speculation else 'only'} with --speculation")
     if args.speculation:
@@ -230,16 +230,16 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _boundary(args: argparse.Namespace) -> int:
     from .boundary import boundary, check_picture, draw_picture, markdown
-    from .workloads import read_workloads
+    from .workloads import builtin_workloads, every, read_workloads
 
     if args.threads is not None and len(args.threads) > 1:
         raise KestrelError(f"--threads: expected one number with --speculation, found {len(args.threads)}")
     if args.svg is not None:
         check_picture(args.svg)
-    workloads = read_workloads(args.workloads) if args.workloads is not None else None
+    workloads = every(read_workloads(args.workloads) if args.workloads is not None else builtin_workloads(), args.every or 1)
     model = args.model or _synthetic(args)
     results: List[Dict[str, Any]] = []
-    for row in boundary(model, workloads, args.tokens or 256, args.samples or (3 if workloads is None else 1), args.threads[0] if args.threads else None,
+    for row in boundary(model, workloads, args.tokens or 256, args.samples or (3 if args.workloads is None else 1), args.threads[0] if args.threads else None,
                         args.kv_type, progress_bar("run", "speculation", scale=False), _note):
         results.append(row)
         if args.json:  # each as soon as it is known: the whole takes long
@@ -344,6 +344,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--speculation", action="store_true", help="instead, where speculation pays: draft off, auto and fixed on eight kinds of text")
     p.add_argument("--workloads", metavar="DIR", help="with --speculation, other prompts: *.jsonl in Spec-Bench's form (category, turns), or one such file")
     p.add_argument("--tokens", type=_positive, metavar="N", help="with --speculation, most tokens of an answer (default: 256)")
+    p.add_argument("--every", type=_positive, metavar="N", help="with --speculation, every N-th prompt of each kind (default: 1, all)")
     p.add_argument("--svg", metavar="FILE", help="with --speculation, a picture of it (needs matplotlib)")
     p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
     p.set_defaults(run=_bench)

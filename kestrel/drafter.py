@@ -120,6 +120,64 @@ class SuffixDrafter:
         return Proposal(self._automaton.continuation(min(most, 4 + 2 * match), self._least_share), "suffix", match)
 
 
+class Resumption:
+    """Copying with small changes: after tokens that differ in the middle of a copy of earlier text, that text from there on.
+
+    A copy begins where the last 3 tokens occurred before (their newest place) and counts from 8 tokens on; up to 3 tokens that differ are
+    taken for as many of its own. Proposes after such tokens only: an undisturbed copy is for the others to see. Per token a look-up and
+    an entry; at most 2 * ceiling entries are kept, the oldest go.
+    """
+
+    _SIZE = 3
+    _COPY = 8
+    _LOST = 3
+    _TRUST = 1  # the match it claims: one in two is right, until the request shows more
+
+    def __init__(self, ceiling: int = 1 << 16) -> None:
+        self._history: List[int] = []
+        self._after: Dict[Tuple[int, ...], int] = {}  # 3 tokens -> index of the token after their newest occurrence
+        self._older: Dict[Tuple[int, ...], int] = {}
+        self._ceiling = ceiling
+        self._at = 0    # where the copied text goes on, but for lost tokens; 0: no copy
+        self._run = 0   # tokens copied
+        self._lost = 0  # tokens that differed since
+
+    @property
+    def entries(self) -> int:
+        """3-grams kept: what the memory goes by."""
+        return len(self._after) + len(self._older)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See Drafter."""
+        history, size = self._history, self._SIZE
+        for token in tokens:
+            if self._at:
+                following = self._at + self._lost
+                if following < len(history) and history[following] == token:
+                    self._at, self._run, self._lost = following + 1, self._run + 1, 0
+                elif self._run < self._COPY or self._lost == self._LOST:
+                    self._at = self._run = self._lost = 0
+                else:
+                    self._lost += 1
+            history.append(token)
+            if len(history) < size:
+                continue
+            key = tuple(history[-size:])
+            if not self._at:
+                self._at = self._after.get(key, 0) or self._older.get(key, 0)
+                self._run = size if self._at else 0
+            self._after[key] = len(history)
+            if len(self._after) >= self._ceiling:
+                self._older, self._after = self._after, {}
+
+    def propose(self, most: int) -> Proposal:
+        """See Drafter."""
+        if not self._lost or most < 1:
+            return Proposal()
+        at = self._at + self._lost
+        return Proposal(self._history[at:at + most], "resume", self._TRUST)
+
+
 class ReferenceText:
     """A text that the answer follows, with changes: the one being edited, say.
 

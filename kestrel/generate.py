@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from . import model as forward_model
 from .acceptance import Acceptance
-from .drafter import CallableDrafter, Drafter, NoDraft, PromptLookup, ReferenceText, Sources, SuffixDrafter
+from .drafter import CallableDrafter, Drafter, NoDraft, PromptLookup, ReferenceText, Resumption, Sources, SuffixDrafter
 from .errors import KestrelError
 from .memory import available_bytes, require
 from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
@@ -347,6 +347,6 @@ class Model(ForwardModel):
             else:
                 raise KestrelError(f"draft_from: expected a text, its ids, a Drafter or a function, found {draft_from!r}")
         if text == "auto":
-            return Planner(Sources([*drafters, SuffixDrafter()]), most, self.costs, self.clock)
+            return Planner(Sources([*drafters, SuffixDrafter(), Resumption()]), most, self.costs, self.clock)
         drafter = draft if own else NoDraft() if not most else Sources([*drafters, PromptLookup()]) if drafters else PromptLookup()
         return Speculation(drafter, most, self.costs, self.clock)  # type: ignore[arg-type]

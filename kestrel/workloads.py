@@ -73,3 +73,8 @@ def read_workloads(path: str) -> List[Workload]:
     if not records:
         raise KestrelError(f"{path}: expected prompts, found none")
     return _workloads(records)
+
+
+def every(workloads: Sequence[Workload], n: int) -> List[Workload]:
+    """Every n-th dialogue of each workload, the first one always: a shorter report over the same kinds of text."""
+    return [work._replace(dialogues=work.dialogues[::n]) for work in workloads]

@@ -19,7 +19,7 @@ from kestrel.errors import KestrelError
 from kestrel.generate import Model
 from kestrel.model import ForwardModel
 from kestrel.toy import CONFIG, write_toy
-from kestrel.workloads import Workload, builtin_workloads, read_workloads
+from kestrel.workloads import Workload, builtin_workloads, every, read_workloads
 
 pytestmark = pytest.mark.native_only  # Python alone, the same everywhere
 
@@ -292,6 +292,13 @@ def test_spec_bench_files(tmp_path):
     assert read_workloads(str(tmp_path / "b.jsonl")) == [Workload("qa", [("third",)])]
 
 
+def test_every_nth_prompt_of_each_kind():
+    both = [Workload("qa", [("a",), ("b", "c"), ("d",)]), Workload("one", [("e",)], "wrong")]
+    assert every(both, 1) == both
+    assert every(both, 2) == [Workload("qa", [("a",), ("d",)]), both[1]]
+    assert every(both, 100) == [Workload("qa", [("a",)]), both[1]]
+
+
 GOOD = b'{"category": "qa", "turns": ["x"]}\n'
 
 
@@ -337,12 +344,14 @@ def test_lines_of_the_program(path, tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["workload"] for r in rows] == ["qa", "rag", "overall"]
     assert {(r["kv_type"], r["threads"], r["samples"], r["max_tokens"], r["identical"]) for r in rows} == {("f32", 2, 1, 9, True)}
-    table = kestrel("bench", path, "--speculation", "--workloads", str(file), "--tokens", "5", "--samples", "2")
+    file.write_text(file.read_text() + '{"category": "qa", "turns": ["y"]}\n{"category": "qa", "turns": ["z"]}\n')
+    table = kestrel("bench", path, "--speculation", "--workloads", str(file), "--tokens", "5", "--samples", "2", "--every", "2")
     assert table.returncode == 0 and table.stdout.count("| yes |") == 3 and "2 turns" in table.stdout
+    assert "| qa | 10 |" in table.stdout and "| rag | 5 |" in table.stdout and "| overall | 15 |" in table.stdout  # x and z, abcabc: 5 tokens each
 
 
 @pytest.mark.parametrize("args, words", [
-    (("--tokens", "5"), "--tokens: only with --speculation"), (("--svg", "x.svg"), "--svg: only with"), (("--workloads", "x"), "--workloads: only with"),
+    (("--tokens", "5"), "--tokens: only with --speculation"), (("--every", "2"), "--every: only with"), (("--svg", "x.svg"), "--svg: only with"), (("--workloads", "x"), "--workloads: only with"),
     (("--speculation", "--depths", "0"), "--depths: not with --speculation"), (("--speculation", "--buffer", "1"), "--buffer: not with"),
     (("--speculation", "--threads", "1", "2"), "--threads: expected one number"), (("--speculation", "--workloads", "{tmp}"), "expected *.jsonl files"),
     (("--speculation", "--workloads", "{tmp}/missing"), "missing"), (("--speculation", "--workloads", ""), "No such file"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel.drafter import OWN_MATCH, CallableDrafter, NoDraft, PromptLookup, Proposal, ReferenceText, Sources, SuffixDrafter, as_proposal
+from kestrel.drafter import OWN_MATCH, CallableDrafter, NoDraft, PromptLookup, Proposal, ReferenceText, Resumption, Sources, SuffixDrafter, as_proposal
 from kestrel.errors import KestrelError
 from kestrel.suffix import SuffixAutomaton
 
@@ -210,7 +210,7 @@ def lines_run(work):
 
 
 @pytest.mark.native_only
-@pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookup])
+@pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookup, Resumption])
 @pytest.mark.parametrize("make", [text_like, lambda n: [5] * n, lambda n: [i * i % 7 for i in range(n)]], ids=["text", "one token", "a loop"])
 def test_a_token_takes_as_many_steps_after_32k(kind, make):
     """Case 16, by counting."""
@@ -233,15 +233,17 @@ def test_a_token_takes_as_many_steps_after_32k(kind, make):
 @pytest.mark.parametrize("make", [text_like, lambda n: list(range(n)), lambda n: [5] * n], ids=["text", "all different", "one token"])
 def test_memory_has_a_ceiling(make):
     tokens = make(20_000)
-    suffix, lookup = SuffixDrafter(ceiling=1024), PromptLookup(ceiling=1024)
-    most_states = most_entries = switched = 0
+    suffix, lookup, resumption = SuffixDrafter(ceiling=1024), PromptLookup(ceiling=1024), Resumption(ceiling=1024)
+    most_states = most_entries = most_grams = switched = 0
     for token in tokens:
         before = suffix.states
         suffix.extend([token])
         lookup.extend([token])
+        resumption.extend([token])
+        most_grams = max(most_grams, resumption.entries)
         switched += suffix.states < before
         most_states, most_entries = max(most_states, suffix.states), max(most_entries, lookup.entries)
-    assert most_states <= 2 * 1024 and most_entries <= 2 * 1024 + 4
+    assert most_states <= 2 * 1024 and most_entries <= 2 * 1024 + 4 and most_grams <= 2 * 1024
     if make is not text_like:
         return
     assert switched > 10 and most_states > 1024
@@ -322,6 +324,41 @@ def test_any_text_and_any_answer(text, answer, most, skip):
     found = whole.propose(most)
     assert found == pieces.propose(most) and len(found) <= most
     assert found == [] or occurrences(text, list(found))
+
+
+# --- a copy with changes -------------------------------------------------------------------------------------------------
+
+def resumed(*parts):
+    drafter = Resumption()
+    for part in ([*TEXT, 0], *parts):
+        drafter.extend(part)
+    return drafter
+
+
+@pytest.mark.parametrize("change, expected", [
+    ([], []), ([7], TEXT[21:25]), ([7, 8], TEXT[22:26]), ([7, 8, 9], TEXT[23:27]), ([7, 8, 9, 10], []), ([7, *TEXT[21:23]], []),
+    ([7, *TEXT[21:23], 8], TEXT[24:28]), ([7, 8, *TEXT[22:30], 9], TEXT[31:35])])
+def test_a_copy_goes_on_after_a_change(change, expected):
+    found = resumed(TEXT[:20], change).propose(4)
+    assert found == expected and (not expected or (found.source, found.match) == ("resume", 1))
+
+
+def test_a_short_match_is_no_copy():
+    assert resumed(TEXT[:7], [7]).propose(4) == [] and resumed(TEXT[:8], [7]).propose(4) == TEXT[9:13]
+    assert resumed(TEXT[50:60], [7]).propose(4) == TEXT[:4][:0] + [*TEXT[50:54]]  # past its end comes what followed it
+    assert resumed(TEXT[:20], [7]).propose(0) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=120), st.integers(1, 9))
+def test_what_is_resumed_stood_there_before(history, most):
+    whole, pieces = Resumption(), Resumption()
+    whole.extend(history)
+    for token in history:
+        pieces.extend([token])
+    found = whole.propose(most)
+    assert found == pieces.propose(most) and len(found) <= most
+    assert found == [] or occurrences(history, list(found))
 
 
 # --- several as one -----------------------------------------------------------------------------------------------------

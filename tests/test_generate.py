@@ -88,7 +88,7 @@ def test_greedy_and_seeded_answers_differ(model):
 @native_only
 @pytest.mark.parametrize("draft", [1, 4, 7, 16])
 def test_the_real_model_with_drafts(real_model_int8, draft):
-    """Case 1 and 14 on real weights; the drafts must have been accepted now and then, else this shows nothing."""
+    """Case 1 and case 14 on real weights; the drafts must have been accepted now and then, else this shows nothing."""
     model = Model.load(str(real_model_int8))
     for prompt, options in ((" word" * 48, {}), ([{"role": "user", "content": "Repeat exactly: " + PROMPTS["code"]}], {}),
                             ("The story of the fox. The fox", {"temperature": 0.9, "seed": 3, "top_p": 0.95})):
@@ -125,7 +125,7 @@ def test_long_context(model):
 @pytest.mark.parametrize("k, sampling", [pytest.param(k, s, marks=[] if (k, s) == (4, "seeded") else native_only)
                                          for k in (1, 3, 4, 7, 15, 16, 32) for s in ("greedy", "seeded")])
 def test_every_accept_count(model, k, sampling):
-    """Cases 8 and 10. r right tokens, then k - r wrong ones, every round: r are accepted, one more is the pass's own."""
+    """Case 8 and case 10: r right tokens, then k - r wrong ones, every round: r are accepted, one more is the pass's own."""
     ids = model.encode(PROMPTS["prose"])
     options = dict(max_tokens=70, **SAMPLING[sampling])
     plain = Record(model, ids, draft=0, **options)
@@ -247,7 +247,7 @@ def test_auto_uses_what_it_is_given(model):
         s = followed.statistics
         assert s.forwards == len(rounds) < 30 and s.tokens == 200 and s.forwards_saved == 200 - s.forwards
         assert [r.accepted for r in rounds] == [r.accepted for r in rounds if r.accepted in (0, r.width - 1)]
-        assert {r.source for r in rounds if r.width > 1} <= {"text", "own", "suffix"} and max(r.width for r in rounds) == 33
+        assert {r.source for r in rounds if r.width > 1} <= {"text", "own", "suffix", "resume"} and max(r.width for r in rounds) == 33
         assert sum(s.widths.values()) == s.forwards and sum((w - 1) * n for w, n in s.widths.items()) == s.proposed
         assert s.saved == pytest.approx(199 * 1.02 - s.decode, abs=1e-6)
         assert rounds[-1].ledger == s.ledger < 0
@@ -490,7 +490,7 @@ def test_an_abandoned_answer(model, taken, draft):
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("k", [0, 4, 32])
 def test_an_exception_in_the_observer(model, at, k):
-    """Raised at the n-th token, in the middle of an accepted draft too."""
+    """Case 9: raised at the n-th token, in the middle of an accepted draft too."""
     ids = model.encode(PROMPTS["code"])
     plain = Record(model, ids, draft=0, max_tokens=20)
     kv = model.new_kv(len(ids) + 20)
@@ -508,6 +508,28 @@ def test_an_exception_in_the_observer(model, at, k):
     assert_cache_is_a_prefix(kv, plain.cache, ids + answer.token_ids)
     rest = "".join(answer)  # of the committed tokens of that pass
     assert answer.text.endswith(rest) and plain.text.startswith(answer.text) and answer.token_ids == seen
+    assert Record(model, ids, draft=4, max_tokens=20).answer() == plain.answer()
+
+
+@native_only
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_exception_in_on_round(model, at):
+    """Case 9: raised between two rounds. What was committed stays, in the cache too."""
+    ids = model.encode(PROMPTS["code"])
+    plain = Record(model, ids, draft=0, max_tokens=20)
+    kv = model.new_kv(len(ids) + 20)
+    rounds = []
+
+    def on_round(done):
+        if len(rounds) == at:
+            raise RuntimeError("stop here")
+        rounds.append(done)
+
+    answer = model.generate(ids, draft=toy.Known(ids, plain.ids, 4), max_tokens=20, kv=kv, on_round=on_round)
+    with pytest.raises(RuntimeError, match="stop here"):
+        answer.run()
+    assert answer.token_ids == plain.ids[:len(answer.token_ids)] and len(answer.token_ids) > at
+    assert_cache_is_a_prefix(kv, plain.cache, ids + answer.token_ids)
     assert Record(model, ids, draft=4, max_tokens=20).answer() == plain.answer()
 
 

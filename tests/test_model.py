@@ -105,6 +105,7 @@ def cut(length, size):
     pytest.param(name, width, marks=[] if name == "toy-int8" and width in (2, 4, 5, 17, 33) else pytest.mark.native_only)
     for name in MODELS for width in WIDTHS])
 def test_a_row_is_the_same_in_a_pass_of_any_width(models, truths, name, width):
+    """Case 2."""
     model, truth = models[name], truths[name]
     if width > 33:
         assert_same(model, truth, 0, cut(LENGTH, width))

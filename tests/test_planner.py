@@ -9,7 +9,7 @@ from test_drafter import lines_run, text_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel.drafter import Proposal, Sources, SuffixDrafter
+from kestrel.drafter import Proposal, Resumption, Sources, SuffixDrafter
 from kestrel.planner import LOSS, MOST_WIDTH, Planner, Speculation, StepCosts, Survival
 
 pytestmark = pytest.mark.native_only  # Python alone, the same everywhere
@@ -202,7 +202,7 @@ def test_lookup_pauses_when_the_ledger_says_no():
 def test_a_round_is_a_few_lines_of_python_after_32k():
     """Lookup and planning together, by counting lines: no more late than early, and few."""
     tokens = text_like(34_000)
-    planner = Planner(Sources([SuffixDrafter()]), 32, StepCosts(), lambda: 0.0)
+    planner = Planner(Sources([SuffixDrafter(), Resumption()]), 32, StepCosts(), lambda: 0.0)
     planner.tell(tokens[:2000])
 
     def work(begin, end):

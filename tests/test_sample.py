@@ -94,6 +94,7 @@ def test_philox_known_answers():
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([-3.5, -0.0, 0.0, 1.0, 1.0000001, 2.0, 3e38, -3e38, -math.inf, 1e-45]), min_size=1, max_size=40))
 def test_greedy_is_argmax_lowest_id(logits):
+    """Case 18."""
     row = np.array(logits, np.float32)
     if np.isneginf(row).all():
         assert sample(row) == -_native.E_NOT_FINITE
@@ -127,6 +128,7 @@ def test_ranking_of_equals_is_by_id():
 @pytest.mark.parametrize("at", [0, 5, 99])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_nan_and_inf_are_errors(bad, at, temperature):
+    """Case 18."""
     row = np.linspace(-1, 1, 100).astype(np.float32)
     row[at] = bad
     assert sample(row, temperature=temperature) == -_native.E_NOT_FINITE
