@@ -299,7 +299,10 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     set_input(s, &c->head, m->normed, c->hidden_size);
     norm(s, c->final_norm, m->delta, c->layers[c->n_layers - 1].mlp_post_norm, pick, rows);
     if (not_finite(s, c->n_layers - 1)) return KESTREL_E_NOT_FINITE;
-    if (s->out->input_maxima) observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
+    if (s->out->input_maxima) {
+        observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
+        return KESTREL_OK;
+    }
     matmul(s, rows, dst, c->vocab_size);
     kestrel_run(s, finite_task, rows);
     return not_finite(s, c->n_layers);

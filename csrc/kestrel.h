@@ -112,7 +112,8 @@ typedef struct kestrel_output {
     int32_t error_row;
     int32_t reserved;
     float *input_maxima;       /* NULL, or running max |x| over rows by input channel of each quantised matmul, for calibration:
-                                  [n_layers][hidden_size (qkv), hidden_size (gate_up), intermediate_size (down)], then [hidden_size] (head) */
+                                  [n_layers][hidden_size (qkv), hidden_size (gate_up), intermediate_size (down)], then [hidden_size] (head, of the rows that
+                                  want LOGITS: these are not computed then, a large vocabulary's would be most of the work) */
 } kestrel_output;
 
 /* How a row of logits becomes a token. In this order, each element alone, in double:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint -> packed file, block by block: memory stays bounded by one block, whatever the model's size."""
+"""Checkpoint -> packed file, block by block on all cores: memory stays bounded by a few blocks, whatever the model's size."""
 from __future__ import annotations
 
 import hashlib
@@ -16,11 +16,12 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import KestrelError
 from .model import ForwardModel
+from .parallel import in_order
 from .pack import WEIGHT_TYPES, Matrix, Vector, matrices, write_packed
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
-_BLOCK_BYTES = 8 << 20  # float32 bytes of one block of rows
+_BLOCK_BYTES = 4 << 20  # float32 bytes of one block of rows
 
 
 def _check_kernels(config: ModelConfig, source: str) -> None:
@@ -64,7 +65,8 @@ def row_blocks(checkpoint: Checkpoint, matrix: Matrix, fold: Optional[_Fold]) ->
     """The rows of a packed matrix in blocks of whole panels (the last may be shorter): (first row, float32 [rows, k])."""
     shapes = checkpoint.expected_shapes()
     step = max(_native.PANEL, _BLOCK_BYTES // (4 * matrix.k) // _native.PANEL * _native.PANEL)
-    for begin in range(0, matrix.n, step):
+
+    def block_at(begin: int) -> Tuple[int, np.ndarray]:
         end = min(begin + step, matrix.n)
         parts, at = [], 0
         for name in matrix.sources:  # rows of several tensors may meet inside one block
@@ -78,7 +80,9 @@ def row_blocks(checkpoint: Checkpoint, matrix: Matrix, fold: Optional[_Fold]) ->
             block *= fold.columns[matrix.name]
         if fold is not None and matrix.name in fold.rows:
             block *= fold.rows[matrix.name][begin:end, None]
-        yield begin, block
+        return begin, block
+
+    return in_order(block_at, range(0, matrix.n, step))
 
 
 def convert(source: str, destination: str, weights: str = "int8", calibrate: Optional[str] = None, progress: Progress = lambda done, total: None,

@@ -210,7 +210,7 @@ class ForwardModel:
                 cancellable: bool = True) -> None:
         """One pass of `tokens` after what `kv` holds; logits of the last `wanted` rows are kept for `logits` and `sample`.
 
-        input_maxima: see kestrel_output in kestrel.h; float32, updated in place (calibration).
+        input_maxima: see kestrel_output in kestrel.h; float32, updated in place (calibration); there are no logits then.
         Raises Cancelled when a signal arrived whose handler did not raise (not with cancellable False), KestrelError as `step`.
         """
         m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle

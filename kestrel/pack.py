@@ -21,6 +21,7 @@ from . import _native
 from .config import ModelConfig
 from .container import open_file, read_safetensors_header
 from .errors import KestrelError
+from .parallel import in_order
 
 FORMAT = "kestrel"
 WEIGHT_TYPES = ("int8", "int4", "f32")
@@ -160,18 +161,20 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
 
 def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple[int, np.ndarray]], rounding: Optional[Rounding]) -> None:
     """Panels are independent, so each block is packed as a matrix of its own and appended."""
-    expected = 0
-    for row, block in blocks:
-        if row != expected or row % _native.PANEL:
-            raise ValueError(f"{m.name}: block at row {row}, expected {expected}")
+    def pack(at: Tuple[int, np.ndarray]) -> Tuple[int, int, np.ndarray]:
+        row, block = at
         if block.dtype == np.uint8:
-            file.write(np.ascontiguousarray(block).data)
-            expected += min(len(block) * _native.PANEL, m.n - row)
-            continue
+            return row, min(len(block) * _native.PANEL, m.n - row), np.ascontiguousarray(block)
         packed = np.empty(_native.packed_bytes(weight_type, len(block), m.k), np.uint8)
         _native.pack(weight_type, len(block), 0, np.ascontiguousarray(block, np.float32), packed, *(rounding or ()))
+        return row, len(block), packed
+
+    expected = 0
+    for row, rows, packed in in_order(pack, blocks):
+        if row != expected or row % _native.PANEL:
+            raise ValueError(f"{m.name}: block at row {row}, expected {expected}")
         file.write(packed.data)
-        expected += len(block)
+        expected += rows
     if expected != m.n:
         raise ValueError(f"{m.name}: {expected} rows, expected {m.n}")
 

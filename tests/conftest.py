@@ -31,7 +31,7 @@ ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_kv", "test_native", "
           "test_generate", "test_threads", "test_cli"}
 # what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's. Of csrc the
 # baseline units (a conversion runs the model to calibrate); variants give the same bytes, which checkasm proves.
-CONVERSION = ("errors", "_native", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
+CONVERSION = ("errors", "cgroup", "cores", "_native", "parallel", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
 
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT)] + [p for p in [os.environ.get("PYTHONPATH")] if p])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
+from kestrel.config import ModelConfig
 from kestrel.convert import convert
 from kestrel.errors import KestrelError
 from kestrel.pack import PackedModel
@@ -49,3 +54,39 @@ def test_a_calibration_text_that_is_no_text_is_refused(root, tmp_path):
     with pytest.raises(KestrelError, match="not valid Unicode"):
         convert(str(folder), str(out), calibrate="\ud800")
     assert list(tmp_path.iterdir()) == []
+
+
+_MEASURED = """
+import resource, sys
+from kestrel.convert import convert
+convert(sys.argv[1], sys.argv[2], "int8", calibrate="A short text is enough to run the model for its ranges.")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.native_only
+def test_a_bf16_file_converts_in_half_its_size_and_300_mb(root, tmp_path):
+    """Case 26, measured: 264 MB of BF16, most of it in two tensors; read whole, either alone takes 200 MB as float32."""
+    golden = root / "tests" / "golden" / "tiny-untied"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((golden / name).read_bytes())
+    config = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8,
+              "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    header, at = {}, 0
+    for name, t in ModelConfig.from_hf(config).tensors().items():
+        size = 2 * int(np.prod(t.shape))
+        header[name] = {"dtype": "BF16", "shape": list(t.shape), "data_offsets": [at, at + size]}
+        at += size
+    bits = np.random.default_rng(5).integers(0, 1 << 16, 1 << 20).astype("<u2")
+    block = (bits & 0x807F | 0x3C80).tobytes()  # 2^-6 <= |x| < 2^-5
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for begin in range(0, at, len(block)):
+            file.write(block[:at - begin])
+    done = subprocess.run([sys.executable, "-c", _MEASURED, str(tmp_path), str(tmp_path / "out.kestrel")], stdout=subprocess.PIPE, universal_newlines=True,
+                          cwd=str(root), check=True)
+    assert at > 250 << 20
+    assert 220e6 < at / 2 + 300e6
+    assert int(done.stdout) < 220e6  # 107 MB here; one of the large tensors as float32 beside it would not fit
