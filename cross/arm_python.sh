@@ -20,6 +20,7 @@ case $suite in
   *) echo "arm_python.sh: the host is '$suite', expected Debian bookworm or trixie" >&2; exit 1 ;;
 esac
 mkdir -p "$dir"
+exec 9> "$dir/lock"; flock 9    # two runs may want it at once
 sources=
 for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.sources; do
   if [ -s "$file" ]; then sources=$file; fi   # the newer place wins
@@ -31,13 +32,17 @@ if [ ! -e "$dir/root/complete" ]; then
     --include=python$version-minimal,libpython$version-stdlib,libstdc++6,libgcc-s1,zlib1g,libffi8 "$suite" "$dir/root" "$sources"
   touch "$dir/root/complete"
 fi
-"$python" -m pip install -q --disable-pip-version-check --no-compile --upgrade --target "$dir/site" \
-  --only-binary=:all: --implementation cp --python-version "$version" \
-  --platform manylinux2014_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux_2_28_aarch64 --platform manylinux_2_34_aarch64 \
-  numpy cffi safetensors tokenizers jinja2 tqdm "$@"
-# bytecode made here if this host has the same Python: otherwise a one-test run takes 10 s instead of 4
-if command -v "python$version" >/dev/null; then
-  "python$version" -m compileall -q -j0 "$dir/site" "$dir/root/usr/lib/python$version" >/dev/null 2>&1 || true
+packages="numpy cffi safetensors tokenizers jinja2 tqdm $*"
+if [ "$(cat "$dir/packages" 2> /dev/null)" != "$version $packages" ]; then
+  "$python" -m pip install -q --disable-pip-version-check --no-compile --upgrade --target "$dir/site" \
+    --only-binary=:all: --implementation cp --python-version "$version" \
+    --platform manylinux2014_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux_2_28_aarch64 --platform manylinux_2_34_aarch64 \
+    $packages
+  # bytecode made here if this host has the same Python: otherwise a one-test run takes 10 s instead of 4
+  if command -v "python$version" >/dev/null; then
+    "python$version" -m compileall -q -j0 "$dir/site" "$dir/root/usr/lib/python$version" >/dev/null 2>&1 || true
+  fi
+  echo "$version $packages" > "$dir/packages"
 fi
 cat > "$dir/run" <<E
 #!/bin/bash

@@ -97,3 +97,37 @@ def test_the_guide_is_made_of_commands_that_exist(root):
     named = {word for block in blocks for word in block.replace("build/elsewhere/", "").split() if word.startswith("cross/")}
     assert len(blocks) >= 5 and {"cross/build.py", "cross/check_wheel.py", "cross/check_objects.py", "cross/run_emulated.sh"} <= named
     assert [name for name in named if not (root / name).exists()] == []
+
+
+OLD_CC = """#!/bin/sh
+case "$*" in
+  *-dumpmachine*) echo aarch64-linux-gnu ;;
+  *--version*) echo "gcc (Debian) 8.3.0" ;;
+  *i8mm*) exit 1 ;;
+esac
+"""
+
+
+def test_a_compiler_that_can_not_do_an_instruction_set_is_refused_by_name(root, tmp_path):
+    cc = tmp_path / "gcc"
+    cc.write_text(OLD_CC)
+    cc.chmod(0o755)
+    build = module_of(root, "build")
+    csrc_build = build.load_csrc_build()
+    with pytest.raises(csrc_build.BuildError, match=r"gcc \(gcc \(Debian\) 8.3.0\) can't compile neon_i8mm \(needs gcc 10 or clang 11\): take a newer one, or leave out --cc"):
+        build.refuse_half_a_wheel(csrc_build, str(cc))
+
+
+def test_tools_that_are_missing_or_of_another_version(root, monkeypatch):
+    from importlib import metadata
+
+    build = module_of(root, "build")
+    have = {"ziglang": "0.17.1", "setuptools": "1.0", "cffi": "1.17"}
+
+    def version(name):
+        if name not in have:
+            raise metadata.PackageNotFoundError(name)
+        return have[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert [line.split("=")[0].rstrip(">") for line in build.missing_tools()] == ["setuptools", "auditwheel", "pyelftools"]
