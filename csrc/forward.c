@@ -211,18 +211,6 @@ static void norm(step *s, const float *gain, float *delta, const float *post_gai
     kestrel_run(s, norm_task, row_tasks(s, rows));
 }
 
-/* Calibration: the range of each input channel of the matmul that reads src next. Returns where the next matmul's channels begin. */
-static float *observe(const step *s, float *maxima, int64_t n, int32_t rows)
-{
-    if (!maxima) return NULL;
-    for (int32_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < n; j++) {
-            const float v = fabsf(s->src[i * s->src_stride + j]);
-            maxima[j] = v > maxima[j] ? v : maxima[j];
-        }
-    return maxima + n;
-}
-
 static bool cancelled(int32_t fd)
 {
     struct pollfd p = {.fd = fd, .events = POLLIN};
@@ -245,7 +233,6 @@ static int32_t layers(step *s, int32_t cancel_fd)
     kestrel_model *m = s->model;
     const kestrel_config *c = &m->config;
     const int64_t h = c->hidden_size, nd = (int64_t)c->n_heads * c->head_dim, n = c->intermediate_size;
-    float *maxima = s->out ? s->out->input_maxima : NULL;
     kestrel_run(s, embed_task, row_tasks(s, s->m));
     kestrel_cut_tiles(s);
     for (s->layer = 0; s->layer < c->n_layers; s->layer++) {
@@ -254,7 +241,8 @@ static int32_t layers(step *s, int32_t cancel_fd)
 
         set_input(s, &l->qkv, m->normed, h);
         norm(s, l->attention_norm, s->layer ? m->delta : NULL, s->layer ? l[-1].mlp_post_norm : NULL, NULL, s->m);
-        maxima = observe(s, maxima, h, s->m);
+        kestrel_observe_maxima(s, s->m);
+        kestrel_observe_moments(s, s->m);
         /* what this norm met was made by the layer below */
         if (s->layer && not_finite(s, s->layer - 1)) return KESTREL_E_NOT_FINITE;
         matmul(s, s->m, m->qkv, m->qkv_columns);
@@ -262,17 +250,20 @@ static int32_t layers(step *s, int32_t cancel_fd)
         kestrel_attend(s);
 
         set_input(s, &l->o, m->attended, nd);
+        kestrel_observe_moments(s, s->m);
         if (l->o.type != KESTREL_F32) kestrel_run(s, quantize_task, row_tasks(s, s->m));
         matmul(s, s->m, m->delta, h);
 
         set_input(s, &l->gate_up, m->normed, h);
         norm(s, l->mlp_norm, m->delta, l->attention_post_norm, NULL, s->m);
-        maxima = observe(s, maxima, h, s->m);
+        kestrel_observe_maxima(s, s->m);
+        kestrel_observe_moments(s, s->m);
         matmul(s, s->m, m->gate_up, 2 * n);
 
         set_input(s, &l->down, m->gate_up, 2 * n);
         kestrel_run(s, activation_task, row_tasks(s, s->m));
-        maxima = observe(s, maxima, n, s->m);
+        kestrel_observe_maxima(s, s->m);
+        kestrel_observe_moments(s, s->m);
         matmul(s, s->m, m->delta, h);
 
         const int32_t status = not_finite(s, s->layer);
@@ -299,8 +290,10 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
     set_input(s, &c->head, m->normed, c->hidden_size);
     norm(s, c->final_norm, m->delta, c->layers[c->n_layers - 1].mlp_post_norm, pick, rows);
     if (not_finite(s, c->n_layers - 1)) return KESTREL_E_NOT_FINITE;
-    if (s->out->input_maxima) {
-        observe(s, s->out->input_maxima + c->n_layers * (2 * (int64_t)c->hidden_size + c->intermediate_size), c->hidden_size, rows);
+    if (s->maxima) {
+        float *maxima = s->maxima; /* the head's, however many batches of rows */
+        kestrel_observe_maxima(s, rows);
+        s->maxima = maxima;
         return KESTREL_OK;
     }
     matmul(s, rows, dst, c->vocab_size);
@@ -367,7 +360,8 @@ int32_t kestrel_step(kestrel_model *model, const kestrel_row *rows, int32_t m, k
     int32_t status = check(model, rows, m, out);
     if (status) return status;
     const uint64_t mode = kestrel_float_mode_enter();
-    step s = {.model = model, .rows = rows, .m = m, .out = out, .row_block = m > 16 * model->threads ? 8 : 2};
+    step s = {.model = model, .rows = rows, .m = m, .out = out, .maxima = out ? out->input_maxima : NULL, .moments = out ? out->input_moments : NULL,
+              .row_block = m > 16 * model->threads ? 8 : 2};
     atomic_store_explicit(&model->bad_row, INT_MAX, memory_order_relaxed);
     status = layers(&s, cancel_fd);
     if (!status) status = outputs(&s);

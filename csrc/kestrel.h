@@ -17,7 +17,7 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 4,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 5,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
@@ -114,6 +114,8 @@ typedef struct kestrel_output {
     float *input_maxima;       /* NULL, or running max |x| over rows by input channel of each quantised matmul, for calibration:
                                   [n_layers][hidden_size (qkv), hidden_size (gate_up), intermediate_size (down)], then [hidden_size] (head, of the rows that
                                   want LOGITS: these are not computed then, a large vocabulary's would be most of the work) */
+    float *input_moments;      /* NULL, or sums over rows of x[i] x[j] (i <= j) in blocks of KESTREL_FEEDBACK input channels of each layer's matmuls:
+                                  [n_layers][qkv, o, gate_up, down][k / KESTREL_FEEDBACK, rounded up][KESTREL_FEEDBACK][KESTREL_FEEDBACK] */
 } kestrel_output;
 
 /* How a row of logits becomes a token. In this order, each element alone, in double:

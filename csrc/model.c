@@ -151,7 +151,7 @@ int32_t kestrel_layout(int64_t *values, int32_t n)
         SIZE(kestrel_row), AT(kestrel_row, kv), AT(kestrel_row, position), AT(kestrel_row, token), AT(kestrel_row, want), AT(kestrel_row, reserved),
         SIZE(kestrel_output), AT(kestrel_output, logits), AT(kestrel_output, candidate_ids), AT(kestrel_output, candidate_logits),
         AT(kestrel_output, n_candidates), AT(kestrel_output, error_layer), AT(kestrel_output, error_row), AT(kestrel_output, reserved),
-        AT(kestrel_output, input_maxima),
+        AT(kestrel_output, input_maxima), AT(kestrel_output, input_moments),
         SIZE(kestrel_sampling), AT(kestrel_sampling, temperature), AT(kestrel_sampling, top_p), AT(kestrel_sampling, min_p),
         AT(kestrel_sampling, repetition_penalty), AT(kestrel_sampling, presence_penalty), AT(kestrel_sampling, frequency_penalty), AT(kestrel_sampling, seed),
         AT(kestrel_sampling, seen_ids), AT(kestrel_sampling, seen_counts), AT(kestrel_sampling, bias_ids), AT(kestrel_sampling, bias),

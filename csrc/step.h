@@ -22,6 +22,7 @@ typedef struct step {
     const float *gain, *post_gain;
     float *delta;
     const int32_t *pick; /* rows to take, or NULL for all */
+    float *maxima, *moments; /* NULL, or where the next matmul's inputs are gathered (calibration) */
     /* attention */
     int32_t tiles, wave_begin, wave_spans;
 } step;
@@ -32,6 +33,11 @@ static inline void kestrel_run(step *s, kestrel_task_fn *fn, int32_t tasks)
     s->tasks = tasks;
     kestrel_pool_run(s->model->pool, fn, s, tasks);
 }
+
+/* Calibration: largest magnitude by channel, and sums of products by block, of the rows that s->weight reads from s->src; the place of
+ * the next matmul's follows. Nothing when not asked for. */
+void kestrel_observe_maxima(step *s, int32_t rows);
+void kestrel_observe_moments(step *s, int32_t rows);
 
 /* Rows of one kv and one kv head, cut so that a tile's queries fit the scratch: once a step, before the first layer. */
 void kestrel_cut_tiles(step *s);

@@ -11,13 +11,13 @@ from typing import Callable, Dict, Iterator, List, Optional, Tuple
 import numpy as np
 
 from . import _native
-from .calibration import Ranges, default_text, factors, input_ranges
+from .calibration import Moments, Ranges, default_text, factors, input_ranges
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import KestrelError
 from .model import ForwardModel
 from .parallel import in_order
-from .pack import WEIGHT_TYPES, Matrix, Vector, matrices, write_packed
+from .pack import WEIGHT_TYPES, Matrix, Rounding, Vector, matrices, write_packed
 from .tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -89,8 +89,8 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
             calibration_progress: Progress = lambda done, total: None) -> None:
     """Converts a Hugging Face folder or a GGUF file to one packed file.
 
-    weights: "int8" or "f32". calibrate: a text for the activation-aware fold of int8 weights (default: a built-in one), "" for no
-    fold. The bytes written depend on these arguments alone, not on the machine. KestrelError for anything wrong with the source,
+    weights: "int8", "int4" or "f32". calibrate: a text for the activation-aware fold of int8 and int4 weights, and for int4's rounding
+    (default: a built-in one), "" for neither. The bytes written depend on these arguments alone, not on the machine. KestrelError for anything wrong with the source,
     before or without leaving a file at `destination`.
     """
     if weights not in WEIGHT_TYPES:
@@ -109,7 +109,7 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
         text["chat_template"] = checkpoint.chat_template.encode()
     fingerprint = checkpoint.fingerprint
 
-    def write(path: str, calibration: str, fold: Optional[_Fold], report: Progress) -> None:
+    def write(path: str, kind: str, calibration: str, fold: Optional[_Fold], report: Progress, moments: Optional[Moments] = None) -> None:
         def vector(v: Vector) -> np.ndarray:
             if v.name == "embedding_scale":
                 scale = np.full(v.size, checkpoint.config.embedding_multiplier, np.float32)
@@ -117,20 +117,27 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
             values = np.concatenate([checkpoint.tensor(source) for source in v.sources])
             return values if fold is None else fold.vector(v.name, values)
 
-        write_packed(path, checkpoint.config, weights, fingerprint, calibration, text, vector, lambda m: row_blocks(checkpoint, m, fold), report)
+        def rounding(m: Matrix) -> Optional[Rounding]:
+            if moments is None:
+                return None
+            _, layer, name = m.name.split(".")
+            return moments.rounding(int(layer), name, fold.columns.get(m.name) if fold is not None else None)
+
+        write_packed(path, checkpoint.config, kind, fingerprint, calibration, text, vector, lambda m: row_blocks(checkpoint, m, fold), report, rounding)
 
     if weights == "f32" or calibrate == "":
-        write(destination, "off", None, progress)
+        write(destination, weights, "off", None, progress)
         return
     ids = _calibration_ids(checkpoint, text["tokenizer.json"], tokenizer_config, calibrate)
     plain = destination + ".uncalibrated"
+    moments = Moments(checkpoint.config) if weights == "int4" else None
     try:
-        write(plain, "off", None, progress)
-        ranges = input_ranges(ForwardModel(plain), ids, calibration_progress)
+        write(plain, "int8", "off", None, progress)
+        ranges = input_ranges(ForwardModel(plain), ids, calibration_progress, moments)
     finally:
         if os.path.exists(plain):
             os.unlink(plain)
-    write(destination, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress)
+    write(destination, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress, moments)
 
 
 def _calibration_ids(checkpoint: Checkpoint, tokenizer_json: bytes, tokenizer_config: Dict[str, object], text: Optional[str]) -> List[int]:

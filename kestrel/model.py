@@ -207,10 +207,10 @@ class ForwardModel:
             self._logits_pointer = ffi.from_buffer("float[]", self._logits)
 
     def forward(self, kv: KVCache, tokens: Sequence[int], wanted: int = 0, input_maxima: Optional[np.ndarray] = None,
-                cancellable: bool = True) -> None:
+                cancellable: bool = True, input_moments: Optional[np.ndarray] = None) -> None:
         """One pass of `tokens` after what `kv` holds; logits of the last `wanted` rows are kept for `logits` and `sample`.
 
-        input_maxima: see kestrel_output in kestrel.h; float32, updated in place (calibration); there are no logits then.
+        input_maxima, input_moments: see kestrel_output in kestrel.h; float32, updated in place (calibration); there are no logits then.
         Raises Cancelled when a signal arrived whose handler did not raise (not with cancellable False), KestrelError as `step`.
         """
         m, rows, position, handle = len(tokens), self._rows, kv.length, kv._handle
@@ -230,10 +230,13 @@ class ForwardModel:
             c = self.config
             size = c.num_hidden_layers * (2 * c.hidden_size + c.intermediate_size) + c.hidden_size
             self._output.input_maxima = _native.array(input_maxima, "float32", (size,), "input_maxima", writable=True)
+            if input_moments is not None:
+                blocks = c.num_hidden_layers * sum(-(-k // _native.FEEDBACK) for k in (c.hidden_size, c.q_size, c.hidden_size, c.intermediate_size))
+                self._output.input_moments = _native.array(input_moments, "float32", (blocks, _native.FEEDBACK, _native.FEEDBACK), "input_moments", writable=True)
             try:
                 self._run(m)
             finally:
-                self._output.input_maxima = ffi.NULL
+                self._output.input_maxima = self._output.input_moments = ffi.NULL
 
     def step(self, rows: Sequence[Row], candidates: int = 0) -> Dict[str, np.ndarray]:
         """One pass over rows of any number of caches (rows of one cache consecutive, positions ascending).
