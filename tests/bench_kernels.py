@@ -24,10 +24,10 @@ WIDTHS = (1, 2, 4, 5, 8, 16, 64, 256)
 VOCAB = 151936
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
+@pytest.fixture(scope="module", params=("int8", "int4"))
+def path(request, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("kernels") / "model.kestrel")
-    write_synthetic(path, SHAPE)
+    write_synthetic(path, SHAPE, request.param)
     return path
 
 
@@ -49,7 +49,7 @@ def cache(request, model):
 def test_step(benchmark, model, cache, width):
     """A pass of `width` rows, logits of all of them."""
     depth, ids = cache.length, list(range(width))
-    benchmark.group = f"step, depth {depth}, {width} rows"
+    benchmark.group = f"step, {model.packed.weight_type}, depth {depth}, {width} rows"
 
     def run():
         model.forward(cache, ids, wanted=width)
@@ -77,7 +77,7 @@ def test_compare(benchmark):
     assert benchmark(_native.compare, p, q, 7)[0] > 0
 
 
-@pytest.mark.parametrize("weights", ("int8", "f32"))
+@pytest.mark.parametrize("weights", ("int8", "int4", "f32"))
 def test_pack(benchmark, weights):
     """256 rows of 1536: what a conversion does to every weight."""
     benchmark.group = "pack"

@@ -116,7 +116,7 @@ def test_f32_is_kept_to_the_bit(n, k):
             _native.unpack_row(weight[0], r)
 
 
-@pytest.mark.parametrize("weight_type", ["int8", "f32"])
+@pytest.mark.parametrize("weight_type", ["int8", "int4", "f32"])
 def test_panels_are_independent(weight_type):
     """Rows packed in blocks, in any order, give the bytes of all at once."""
     rows = np.random.default_rng(3).standard_normal((45, 70)).astype(np.float32)
