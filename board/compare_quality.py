@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kestrel import _native  # noqa: E402
+from kestrel.cores import default_threads  # noqa: E402
 from kestrel.convert import convert  # noqa: E402
 from kestrel.generate import Model  # noqa: E402
 from kestrel.pack import Matrix, PackedModel, Vector, write_packed  # noqa: E402
@@ -108,7 +109,7 @@ def llama_cpp_quality(path: str, reference: str) -> Dict[str, Any]:
     model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = len(ids)
-    params.n_threads = params.n_threads_batch = _native.default_threads()
+    params.n_threads = params.n_threads_batch = default_threads()
     context = llama_cpp.llama_init_from_model(model, params)
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     batch.n_tokens = len(ids)

@@ -22,6 +22,7 @@ from . import _native
 from .config import ModelConfig
 from .model import ForwardModel
 from .pack import Rounding
+from .parallel import in_order
 
 _ROWS = 64
 _SILENT = 0.01  # of the mean square of all channels: what a silent one counts
@@ -62,7 +63,7 @@ class Moments:
         importance = moments.diagonal(axis1=1, axis2=2).reshape(-1)[:kp]
         # channels that the text left silent count a little: another text may wake them
         least = np.float32(_SILENT * math.fsum(importance.tolist()) / k) or np.float32(1)
-        return Rounding(importance + least, _native.feedback(np.ascontiguousarray(moments)))
+        return Rounding(importance + least, np.concatenate(list(in_order(_native.feedback, np.ascontiguousarray(moments)[:, None]))))
 
 
 def default_text() -> str:
