@@ -267,25 +267,28 @@ def main() -> int:
         tar = bundle(wheel, facts)
         files = {"wheels.tar": tar, wheel.name: wheel, f"models/{model.name}": model}
         digests = {name: sha256(path) for name, path in files.items()}
-        stamp = hashlib.sha256((digests["wheels.tar"] + digests[wheel.name]).encode()).hexdigest()
+        stamp = [digests["wheels.tar"], digests[wheel.name]]
 
         place = shlex.quote(folder)
         _, installed = board.run(f"mkdir -p {place}/models && cd {place} && cat venv/kestrel.stamp 2>/dev/null || true", "making the folder")
         found = board.ask("copy", "inventory", folder, *files)
-        current = installed.strip() == stamp
+        others_current = installed.split()[:1] == stamp[:1]     # the dependencies, which change seldom and take longest
+        current = installed.split() == stamp
         copies = sum(p.stat().st_size - min(found.get(f"{n}.part", [0])[0], p.stat().st_size) for n, p in files.items() if found.get(n) != [p.stat().st_size, digests[n]])
-        room(facts, a.host, copies, 0 if current else unpacked_bytes(wheel, tar), model)
+        room(facts, a.host, copies, 0 if others_current else unpacked_bytes(wheel, tar), model)
         put(board, folder, files, digests, found)
         say("copy", f"{len(files)} files there, SHA-256 equal")
 
         if current:
             say("install", f"{folder}/venv is up to date")
         else:
-            say("install", f"{folder}/venv")
+            say("install", f"{folder}/venv" + (": kestrel's own wheel" if others_current else ""))
+            options = "install -q --disable-pip-version-check --no-cache-dir --no-compile --no-index"
             # pip runs from its own wheel: ensurepip, which Debian has in a package of its own, is not needed
-            board.run(f"cd {place} && rm -rf wheels && python3 -m venv --clear --without-pip venv && python3 -m tarfile -e wheels.tar wheels && "
-                      "pip=$(echo wheels/pip-*.whl) && venv/bin/python $pip/pip install -q --disable-pip-version-check --no-cache-dir --no-compile --no-index --find-links wheels "
-                      f"{shlex.quote(wheel.name)} && rm -rf wheels && echo {stamp} > venv/kestrel.stamp", "install", show=True)
+            whole = ("rm -rf wheels && python3 -m venv --clear --without-pip venv && python3 -m tarfile -e wheels.tar wheels && pip=$(echo wheels/pip-*.whl) && "
+                     f"venv/bin/python $pip/pip {options} --find-links wheels $pip {shlex.quote(wheel.name)} && rm -rf wheels")
+            own = f"venv/bin/python -m pip {options} --no-deps --force-reinstall {shlex.quote(wheel.name)}"
+            board.run(f"cd {place} && {own if others_current else whole} && echo {' '.join(stamp)} > venv/kestrel.stamp", "install", show=True)
 
         kestrel, packed = f"cd {place} && venv/bin/kestrel", shlex.quote(f"models/{model.name}")
         _, text = board.run(f"{kestrel} info {packed}", "kestrel info", show=True)

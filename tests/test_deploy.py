@@ -35,7 +35,7 @@ HOME=$FAKE/home exec bash -c "$*"
 # what stands for the environment's python and kestrel on the board
 CHECK = {"passed": True, "cells": 31, "seconds": 1.5, "isa": ["portable", "neon"], "golden": {"toy": "b74f94bf" * 8}, "golden_verdict": {"toy": "as checked in"}}
 FAKE_PYTHON = """#!/bin/bash
-case "$1" in wheels/pip-26.3-py3-none-any.whl/pip) echo "$*" >> "$FAKE/pip.log"; exit 0 ;; -c) cat > /dev/null; echo "| a table |"; exit 0 ;; esac
+case "$1" in wheels/pip-26.3-py3-none-any.whl/pip|-m) echo "$*" >> "$FAKE/pip.log"; exit 0 ;; -c) cat > /dev/null; echo "| a table |"; exit 0 ;; esac
 exit 9
 """
 FAKE_KESTREL = f"""#!/bin/bash
@@ -150,6 +150,16 @@ def test_a_changed_model_is_sent_again(deploy, fake, capfd, monkeypatch):
     code, _, err = run(deploy, fake, capfd, monkeypatch)
     assert code == 0 and "models/m.kestrel, 5.0 MiB" in err and "wheels.tar," not in err
     assert (fake.home / "models" / "m.kestrel").read_bytes() == fake.model.read_bytes()
+
+
+def test_a_changed_wheel_leaves_the_dependencies(deploy, fake, capfd, monkeypatch):
+    run(deploy, fake, capfd, monkeypatch)
+    (fake.root / "log").unlink()
+    with zipfile.ZipFile(str(deploy.build_wheel("")), "w") as archive:
+        archive.writestr("x", "y" * 1000)
+    code, _, err = run(deploy, fake, capfd, monkeypatch)
+    assert code == 0 and "kestrel's own wheel" in err and "-m venv" not in fake.log()
+    assert (fake.root / "pip.log").read_text().splitlines()[-1].startswith("-m pip install") and "--no-deps --force-reinstall kestrel-" in (fake.root / "pip.log").read_text()
 
 
 def test_answers_that_differ_are_exit_code_1_and_come_back(deploy, fake, capfd, monkeypatch):
