@@ -38,6 +38,7 @@ fi
 arm=$(realpath -m "${KESTREL_ARM_PYTHON:-build/arm_python}")
 logs=$PWD/build/emulated
 mkdir -p "$logs"
+exec 8> "$logs/lock"; flock 8    # the trees are one run's at a time
 
 PYTHON=$python bash cross/arm_python.sh "$arm" pytest pytest-benchmark hypothesis gguf > "$logs/arm_python.log" 2>&1 \
   || { echo "run_emulated.sh: no emulated Python: $(tail -1 "$logs/arm_python.log")" >&2; exit 1; }
