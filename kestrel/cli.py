@@ -108,7 +108,7 @@ def _summary(result: Dict[str, Any]) -> str:
 
 
 def _load(args: argparse.Namespace) -> Any:
-    """The model of `generate`, with this process kept to the cores that its threads run best on; notes say what is less, or more, than asked for."""
+    """The model that `generate` and `chat` answer with, with this process kept to the cores that its threads run best on; notes say what is less, or more, than asked for."""
     from .cores import choose_cores, stay_on, warn_of_threads
     from .generate import Model
 
@@ -122,14 +122,20 @@ def _load(args: argparse.Namespace) -> Any:
     return model
 
 
+def _sampling(args: argparse.Namespace) -> Dict[str, Any]:
+    """The settings that `_add_sampling` adds the options of."""
+    logit_bias = dict(args.logit_bias)
+    if len(logit_bias) != len(args.logit_bias):
+        raise KestrelError("--logit-bias: a token id is given twice")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop")
+    return {"logit_bias": logit_bias, **{name: getattr(args, name) for name in names}}
+
+
 def _generate(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise KestrelError("--system: only with --chat")
     if args.logprobs is not None and not args.json:
         raise KestrelError("--logprobs: only with --json")
-    logit_bias = dict(args.logit_bias)
-    if len(logit_bias) != len(args.logit_bias):
-        raise KestrelError("--logit-bias: a token id is given twice")
     if args.show_drafts and args.json:
         raise KestrelError("--show-drafts: not with --json")
     if args.draft_from == "":
@@ -141,11 +147,8 @@ def _generate(args: argparse.Namespace) -> int:
     model = _load(args)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     prompt: Any = system + [{"role": "user", "content": text}] if args.chat else text
-    generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, temperature=args.temperature, top_k=args.top_k,
-                                top_p=args.top_p, min_p=args.min_p, seed=args.seed, repetition_penalty=args.repetition_penalty,
-                                presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty, logit_bias=logit_bias,
-                                logprobs=args.logprobs, stop=args.stop, ignore_end=args.ignore_end,
-                                draft_from=draft_from, on_round=_explain if args.explain else None)
+    generation = model.generate(prompt, max_tokens=args.max_tokens, min_tokens=args.min_tokens, draft=args.draft, logprobs=args.logprobs,
+                                ignore_end=args.ignore_end, draft_from=draft_from, on_round=_explain if args.explain else None, **_sampling(args))
     colour = args.show_drafts and sys.stdout.isatty()
     for piece in generation:
         if not args.json:
@@ -157,6 +160,15 @@ def _generate(args: argparse.Namespace) -> int:
         print(flush=True)
     if args.explain or (sys.stderr.isatty() and not args.json):
         print(f"kestrel: {_summary(result)}", file=sys.stderr)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from .conversation import Conversation, converse
+
+    model = _load(args)
+    conversation = Conversation(model, args.system, max_tokens=args.max_tokens, draft=args.draft, **_sampling(args))
+    converse(conversation, _print_json if args.json else None, _note)
     return 0
 
 
@@ -256,6 +268,27 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("f16", "f32", "int8"), help="type of the cache (default: f16, f32 for f32 weights)")
 
 
+def _add_loading(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--threads", type=_positive, metavar="N", help="default: the big cores that this process may use")
+    p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's, as far as memory goes)")
+    p.add_argument("--no-mmap", action="store_true", help="read the file into memory instead of mapping it")
+    p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")
+    _add_kv(p)
+
+
+def _add_sampling(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    p.add_argument("--top-k", type=int, default=0, metavar="N")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    p.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    p.add_argument("--seed", type=int, default=0, metavar="S")
+    p.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens in prompt and answer; 1 (default) is off")
+    p.add_argument("--presence-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer")
+    p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer, for each time")
+    p.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; may be given again")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `kestrel`; its names are stable."""
     from . import __version__
@@ -285,25 +318,22 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-from", metavar="FILE", help="a text that the answer follows with changes, to draft from: the one being edited, say")
     p.add_argument("--explain", action="store_true", help="a line for each round on stderr: source, match, width, accepted, cost, ledger")
     p.add_argument("--show-drafts", action="store_true", help="in a terminal, show in green what accepted drafts brought")
-    p.add_argument("--threads", type=_positive, metavar="N", help="default: the big cores that this process may use")
-    p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's, as far as memory goes)")
-    p.add_argument("--no-mmap", action="store_true", help="read the file into memory instead of mapping it")
-    p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")
-    _add_kv(p)
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
-    p.add_argument("--top-k", type=int, default=0, metavar="N")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    p.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    p.add_argument("--seed", type=int, default=0, metavar="S")
-    p.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens in prompt and answer; 1 (default) is off")
-    p.add_argument("--presence-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer")
-    p.add_argument("--frequency-penalty", type=float, default=0.0, metavar="A", help="of tokens in the answer, for each time")
-    p.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; may be given again")
+    _add_loading(p)
+    _add_sampling(p)
     p.add_argument("--logprobs", type=int, metavar="N", help="with --json: log-probabilities of each token and of the N best (0 to 100)")
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given again")
     p.add_argument("--ignore-end", action="store_true", help="go on past end tokens (for benchmarks)")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     p.set_defaults(run=_generate)
+
+    p = commands.add_parser("chat", help="a conversation, in a terminal or one message a line on standard input")
+    p.add_argument("model")
+    p.add_argument("--system", metavar="TEXT", help="system message")
+    p.add_argument("--max-tokens", type=_positive, default=1024, metavar="N", help="of one answer (default 1024)")
+    p.add_argument("--draft", default="auto", metavar="K", help="tokens to guess a round: 0 to 32, off, or auto (default: as many as pay)")
+    _add_loading(p)
+    _add_sampling(p)
+    p.add_argument("--json", action="store_true", help="one JSON object an answer, one a line, instead of the text")
+    p.set_defaults(run=_chat)
 
     p = commands.add_parser("info", help="what a packed file is, and what would run it here")
     p.add_argument("model")

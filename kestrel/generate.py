@@ -33,13 +33,14 @@ DraftFrom = Union[str, Sequence[int], Drafter, Callable[[List[int], int], Sequen
 class Statistics:
     """What one answer took. forwards counts the passes that committed tokens; prefill_forwards those that only read the prompt.
 
-    All times in seconds. draft: in lookup; saved: what plain steps would have taken for the tokens of the speculative ones, less what
+    cached: prompt tokens that the cache held already. All times in seconds. draft: in lookup; saved: what plain steps would have taken for the tokens of the speculative ones, less what
     these and lookup took, None when no plain step was seen; ledger: the same with the other sign, gains clamped (see planner).
     widths: rounds by rows of their pass, 1 + proposed.
     """
 
     forwards: int = 0
     tokens: int = 0
+    cached: int = 0
     prefill_forwards: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -129,7 +130,7 @@ class Generation:
         s = self.statistics
         decoded = len(self.token_ids) - s.first_round_tokens
         result = {
-            "text": self.text, "token_ids": self.token_ids, "prompt_tokens": len(self.prompt_ids), "completion_tokens": len(self.token_ids),
+            "text": self.text, "token_ids": self.token_ids, "prompt_tokens": len(self.prompt_ids), "cached_tokens": s.cached, "completion_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason, "forwards": s.forwards, "prefill_forwards": s.prefill_forwards, "proposed": s.proposed,
             "accepted": s.accepted, "accepted_histogram": s.accepted_histogram,
             "forwards_saved": s.forwards_saved,
@@ -159,8 +160,8 @@ def _rounds(model: "Model", kv: KVCache, prompt: Sequence[int], acceptance: Acce
     """Yields after each round, and after each pass of the prompt. `fresh` receives text as in Generation.spans."""
     clock = model.clock
     begin = clock()
-    pending = list(prompt)  # decided, not yet in the cache
-    speculation.tell(pending)
+    pending = list(prompt[kv.length:])  # decided, not yet in the cache
+    speculation.tell(prompt)
     statistics.draft = clock() - begin
     certain = kv.length
     try:
@@ -290,13 +291,13 @@ class Model(ForwardModel):
 
     def generate(self, prompt: Prompt, max_tokens: int = 128, draft: Union[int, str, Drafter] = "auto", chunk: Optional[int] = None,
                  draft_from: Optional[DraftFrom] = None, observer: Optional[Observer] = None, on_round: Optional[Callable[[Round], None]] = None,
-                 kv: Optional[KVCache] = None, **settings: Any) -> Generation:
+                 kv: Optional[KVCache] = None, cached: int = 0, **settings: Any) -> Generation:
         """Answers; the result is iterable (pieces of text) and depends on neither draft, chunk nor threads, to the last bit.
 
         prompt: text, messages or ids. draft: "auto" (as much as pays, within the planner's ledger), "off" or 0, the number of tokens to guess
         in every round (up to 32), or a Drafter that is asked in every round. draft_from: what to draft from beside the session: the text that
         is being edited (or its ids), a Drafter, a function of (tokens so far, most). on_round: called with the Round of each pass.
-        kv: an empty cache of this model to use instead of a new one. settings: the fields of `Settings`: min_tokens, temperature, top_k, top_p,
+        kv: a cache of this model to use instead of a new one; it holds the first `cached` tokens of the prompt (0: it is empty). settings: the fields of `Settings`: min_tokens, temperature, top_k, top_p,
         min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs, stop, ignore_end.
         """
         wanted = Settings(max_tokens=max_tokens, **settings)
@@ -315,12 +316,13 @@ class Model(ForwardModel):
             raise KestrelError(f"chunk: expected 1 to {self.max_rows}, found {chunk}")
         if kv is None:
             kv = self.new_kv(len(ids) + max_tokens)
-        elif kv.length or kv.capacity < len(ids) + max_tokens:
-            raise KestrelError(f"kv: expected an empty cache for {len(ids) + max_tokens} positions, found length {kv.length}, capacity {kv.capacity}")
+        elif kv.length != cached or cached >= len(ids) or kv.capacity < len(ids) + max_tokens:
+            held = f"a cache of {cached} of the prompt's {len(ids)} tokens" if cached else "an empty cache"
+            raise KestrelError(f"kv: expected {held} for {len(ids) + max_tokens} positions, found length {kv.length}, capacity {kv.capacity}")
         end_ids = () if wanted.ignore_end else self.config.eos_token_ids
         sampling = Sampling(replace(wanted, max_tokens=max_tokens), self.sampled_vocab, ids, end_ids)
         acceptance = Acceptance(self.tokenizer.stream(continues=True), end_ids, wanted.stop, max_tokens, wanted.min_tokens, sampling)
-        statistics = Statistics(load=self.load_seconds)
+        statistics = Statistics(load=self.load_seconds, cached=kv.length)
         fresh: List[Tuple[str, bool]] = []
         rounds = _rounds(self, kv, ids, acceptance, speculation, sampling, chunk, statistics, observer, on_round, fresh)
         return Generation(self, ids, wanted, acceptance, rounds, statistics, fresh)

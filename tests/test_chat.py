@@ -48,6 +48,25 @@ def test_encoded_chat_spells_the_rendering(case, tokenizer):
     assert tokenizer.decode(ids, special=True) == case["rendered"]
 
 
+@pytest.mark.parametrize("case", RENDERINGS["families"], ids=lambda c: f"{c['name']}-{c['kind']}-{c['add_generation_prompt']}")
+def test_case_38_families_equal_transformers(case):
+    """Llama 2 and 3, Qwen 2.5 and 3, Mistral, Gemma 3, Phi-3, Zephyr: the same bytes, or the same words of refusal."""
+    template = (DATA / "templates" / f"{case['name']}.jinja").read_text(encoding="utf-8")
+    messages = RENDERINGS["conversations"][case["kind"]]
+    if "rendered" in case:
+        assert render(template, messages, case["add_generation_prompt"], **case["variables"]) == case["rendered"]
+    else:
+        with pytest.raises(KestrelError) as error:
+            render(template, messages, case["add_generation_prompt"], **case["variables"])
+        assert case["refused"] in str(error.value)
+
+
+def test_the_families_are_many_and_some_refuse():
+    assert {c["name"] for c in RENDERINGS["families"]} == {p.stem for p in (DATA / "templates").glob("*.jinja")} and len(RENDERINGS["families"]) == 8 * 9 * 2
+    refused = {(c["name"], c["kind"]) for c in RENDERINGS["families"] if "refused" in c}
+    assert ("gemma3", "two users") in refused and ("mistral", "late system") in refused and ("qwen3", "two users") not in refused
+
+
 def test_smollm2_conversation_as_ids(tokenizer):
     ids = encode_chat(tokenizer, SMOLLM2, USER)
     assert ids == tokenizer.encode(render(SMOLLM2, USER), special=True)

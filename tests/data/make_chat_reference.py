@@ -2,8 +2,8 @@
 
     python tests/data/make_chat_reference.py        (in an environment with transformers and jinja2)
 
-The templates are ours, except the first (SmolLM2-135M-Instruct's, Apache-2.0); each holds what real ones have been
-seen to do. Nothing of kestrel is used.
+Two kinds: small templates, each of which holds what real ones have been seen to do, and templates/*.jinja, in the form that the models of that family bring
+along (tool descriptions shortened), over whole conversations; where one refuses a conversation, its words are kept. The small ones are ours, except the first (SmolLM2-135M-Instruct's, Apache-2.0). Nothing of kestrel is used.
 """
 from __future__ import annotations
 
@@ -76,6 +76,14 @@ CONVERSATION = [{"role": "system", "content": "Be brief."}, USER, {"role": "igno
 TOOLS = [{"type": "function", "function": {"name": "température", "parameters": {"type": "object", "required": []}}}]
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
 
+SYSTEM, HELLO, HI = {"role": "system", "content": "Be brief. "}, {"role": "user", "content": " Grüße, 世界 😀 <|im_end|>\n"}, {"role": "assistant", "content": "Hi there.\n"}
+THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt is 4."}
+CONVERSATIONS = {
+    "user": [HELLO], "system": [SYSTEM, HELLO], "turns": [HELLO, HI, {"role": "user", "content": "And <b>\"2 + 2\"</b>?"}],
+    "system turns": [SYSTEM, HELLO, HI, {"role": "user", "content": "x"}, HI], "thinking": [HELLO, THOUGHT, {"role": "user", "content": "Why?"}, THOUGHT],
+    "tools": [SYSTEM, HELLO], "assistant first": [HI, HELLO], "two users": [HELLO, HELLO], "late system": [HELLO, HI, SYSTEM],
+}
+
 
 def main() -> None:
     cases = []
@@ -88,8 +96,20 @@ def main() -> None:
                                                    **variables)
                 cases.append({"name": name, "template": template, "messages": messages,
                               "add_generation_prompt": prompt, "variables": variables, "rendered": text})
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / "templates").glob("*.jinja"))}
+    families = []
+    for name, template in templates.items():
+        for kind, messages in CONVERSATIONS.items():
+            variables = dict(SPECIAL, date_string="26 Jul 2024", **({"tools": TOOLS} if kind == "tools" else {}), **({"enable_thinking": False} if kind == "thinking" else {}))
+            for prompt in (True, False):
+                case = {"name": name, "kind": kind, "add_generation_prompt": prompt, "variables": variables}
+                try:
+                    (case["rendered"],), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt, **variables)
+                except jinja2.exceptions.TemplateError as error:
+                    case["refused"] = str(error)
+                families.append(case)
     reference = {"provenance": {"script": "tests/data/make_chat_reference.py", "transformers": transformers.__version__,
-                                "jinja2": jinja2.__version__}, "cases": cases}
+                                "jinja2": jinja2.__version__}, "cases": cases, "conversations": CONVERSATIONS, "families": families}
     (HERE / "chat_renderings.json").write_text(json.dumps(reference, indent=1) + "\n", encoding="utf-8")
 
 
