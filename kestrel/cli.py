@@ -68,6 +68,17 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pull(args: argparse.Namespace) -> int:
+    from .pull import pull
+
+    path = pull(args.repo, args.revision, args.file, args.offline, _note)
+    if args.json:
+        _print_json({"path": path, "repo": args.repo})
+    else:
+        print(path)
+    return 0
+
+
 def _read_prompt(args: argparse.Namespace) -> str:
     return args.prompt if args.prompt is not None else _read_file(args.prompt_file)
 
@@ -296,6 +307,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kestrel", description="Language models on ARM boards, with speculation that never changes a byte.")
     parser.add_argument("--version", action="version", version=f"kestrel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_Parser)
+
+    p = commands.add_parser("pull", help="fetch a model from the Hugging Face hub; prints what `convert` takes")
+    p.add_argument("repo", metavar="OWNER/NAME")
+    p.add_argument("--revision", metavar="R", help="branch, tag or commit (default: main)")
+    p.add_argument("--file", metavar="NAME.gguf", help="the GGUF file to take, of a repository that holds several")
+    p.add_argument("--offline", action="store_true", help="from the cache alone")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_pull)
 
     p = commands.add_parser("convert", help="checkpoint (Hugging Face folder or GGUF) -> one packed file")
     p.add_argument("source")
