@@ -186,6 +186,9 @@ int32_t kestrel_unpack_row(const kestrel_weight *w, int64_t r, float *dst);
 /* inv_freq[i] = theta^(-2 i / head_dim) rounded to f32, i < head_dim / 2. */
 int32_t kestrel_rope_inv_freq(double theta, int32_t head_dim, float *inv_freq);
 
+/* Natural logarithm, x > 0, normal, finite: our own, for tables that must not depend on a libm. */
+double kestrel_ln(double x);
+
 /* isa NULL: the best this CPU has. threads >= 1 (the caller counts as one). max_rows: most rows of a pass, over all its kvs. */
 int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int32_t threads, int32_t max_rows, kestrel_model **out);
 void kestrel_model_free(kestrel_model *model); /* frees no kv: free those first */

@@ -14,6 +14,8 @@ void kestrel_rope_portable(float *x, int64_t heads, int64_t d, const float *cosi
         }
 }
 
+double kestrel_ln(double x) { return kestrel_log(x); }
+
 int32_t kestrel_rope_inv_freq(double theta, int32_t head_dim, float *inv_freq)
 {
     if (!inv_freq || !(theta >= 1.0 && theta <= 1e12) || head_dim < 2 || head_dim % 2) return KESTREL_E_ARGUMENT;

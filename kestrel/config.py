@@ -30,7 +30,8 @@ class ModelConfig:
     """Hyper-parameters of one model, Hugging Face names. Sizes in elements, positions in tokens.
 
     rope_scaling is None, or {"rope_type": "linear", "factor"}, or {"rope_type": "llama3", "factor",
-    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, or {"rope_type": "factors", "factors"}.
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, or {"rope_type": "yarn", "factor",
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}, or {"rope_type": "factors", "factors"}.
     rope_local_base_freq: the unscaled rope base of sliding layers, None where it is rope_theta too. eos_token_ids is the union of
     config.json's and generation_config.json's, in that order, possibly empty. layer_types: "full_attention" or "sliding_attention" for each
     layer, empty when none slides (sliding_window is None then). query_pre_attn_scalar: queries are scaled by its -1/2th power; None: head_dim.
@@ -158,6 +159,8 @@ class ModelConfig:
         scaling = fields.get(f"{name}.rope.scaling.type", "linear" if old else "none")
         if scaling != "none":
             values["rope_scaling"] = {"rope_type": scaling, "factor": fields.get(f"{name}.rope.scaling.factor") or old}
+            if scaling == "yarn":
+                values["rope_scaling"]["original_max_position_embeddings"] = fields.get(f"{name}.rope.scaling.original_context_length")
         if rope_factors is not None:
             if "rope_scaling" in values:
                 raise KestrelError(f"{file}: rope_freqs.weight: expected none beside {name}.rope.scaling.type")

@@ -17,7 +17,7 @@ from .cores import choose_cores, running_on
 from .errors import KestrelError
 from .memory import Footprint
 from .pack import PackedModel
-from .rope import inverse_frequencies
+from .rope import attention_factor, inverse_frequencies
 from .sampling import Sampling, TokenLogprobs
 
 MAX_DRAFT = 32  # the longest draft a pass may carry
@@ -165,7 +165,8 @@ class ForwardModel:
         config.hidden_size, config.intermediate_size, config.n_layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
         config.n_heads, config.n_kv_heads, config.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         config.hidden_act, config.rms_norm_eps = _native.HIDDEN_ACTS[c.hidden_act], c.rms_norm_eps
-        config.query_scale = np.float32(1) / np.sqrt(np.float32(c.query_pre_attn_scalar or c.head_dim))
+        scale = np.float32(1) / np.sqrt(np.float32(c.query_pre_attn_scalar or c.head_dim))
+        config.query_scale = scale * np.float32(attention_factor(c.rope_scaling) ** 2)
         config.n_ropes, config.rope_inv_freq = len(tables), ffi.from_buffer("float[]", tables)
         config.final_norm, config.embedding_scale = vector("final_norm"), vector("embedding_scale")
         weight(config.embedding, "embedding", c.vocab_size, c.hidden_size)

@@ -2,7 +2,7 @@
 """Rotary position embeddings: what a config may say about them, and the frequencies that follow (Su et al. 2021).
 
 Scalings: linear (Chen et al. 2023, position interpolation), llama3 (Meta's Llama 3.1 reference code; transformers'
-`_compute_llama3_parameters`), factors (a GGUF file's `rope_freqs.weight`: each frequency has a divisor of its own).
+`_compute_llama3_parameters`), yarn (Peng et al. 2023; transformers' `_compute_yarn_parameters`), factors (a GGUF file's `rope_freqs.weight`: each frequency has a divisor of its own).
 """
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _PARAMETERS: Dict[str, Dict[str, float]] = {
     "default": {},
     "linear": {"factor": 1.0},
     "llama3": {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0, "original_max_position_embeddings": 1},
+    "yarn": {"factor": 1.0, "original_max_position_embeddings": 1, "attention_factor": 0.0, "beta_fast": 0.0, "beta_slow": 0.0},
     "factors": {},
 }
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}  # where absent
 _IGNORED = {"type", "rope_type", "rope_theta", "original_max_position_embeddings"}
 
 
@@ -48,6 +50,8 @@ def read_rope(s: Fields, head_dim: int, theta: float, local_base_freq: Optional[
             raise s.fail("rope_parameters.sliding_attention.rope_type", "default", kinds["sliding_attention"].scaling["rope_type"])
         return Rope(kinds["full_attention"].theta, kinds["full_attention"].scaling, kinds["sliding_attention"].theta)
     rope = _one(s, head_dim, theta)
+    if (rope.scaling or {}).get("rope_type") == "yarn":  # its attention factor would reach the sliding layers too
+        raise s.fail("rope_scaling.rope_type", "one of default, linear, llama3 beside a rope_local_base_freq", "yarn")
     return rope._replace(local_base_freq=Fields({"rope_local_base_freq": local}, s.file, s.spelling).number(
         "rope_local_base_freq", default=local_base_freq, low=1.0, above=False))
 
@@ -85,6 +89,12 @@ def _scaling(s: Fields, key: str, value: Mapping[str, Any], head_dim: int) -> Op
             raise r.fail("factors", f"{head_dim // 2} numbers (head_dim / 2)", factors)
         result["factors"] = [Fields({"factors": f}, r.file).number("factors") for f in factors]
         return result
+    if kind == "yarn":
+        given = {**_YARN, "original_max_position_embeddings": s.get("max_position_embeddings"), **{k: v for k, v in value.items() if v is not None}}
+        given.setdefault("attention_factor", _yarn_attention_factor(r.number("factor", low=1.0, above=False)))
+        if given.pop("truncate", True) is not True:
+            raise r.fail("truncate", "true", value["truncate"])
+        value, r = given, Fields(given, r.file)
     for name, least in parameters.items():
         if isinstance(least, int):
             result[name] = r.integer(name, low=least)
@@ -101,6 +111,26 @@ def _scaling(s: Fields, key: str, value: Mapping[str, Any], head_dim: int) -> Op
     return None if kind == "default" else result
 
 
+def _yarn_attention_factor(factor: float) -> float:
+    return 0.1 * _native.ln(factor) + 1.0
+
+
+def attention_factor(scaling: Optional[Dict[str, Any]]) -> float:
+    """What cosines and sines of queries and of keys are multiplied by; a step multiplies the queries by its square instead."""
+    return scaling["attention_factor"] if scaling is not None and scaling["rope_type"] == "yarn" else 1.0
+
+
+def _yarn(theta: float, head_dim: int, scaling: Dict[str, Any], inv_freq: np.ndarray) -> np.ndarray:
+    def dimension(turns: float) -> float:  # the pair that turns so often within the original context
+        return head_dim * _native.ln(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * _native.ln(theta))
+
+    low, high = max(math.floor(dimension(scaling["beta_fast"])), 0), min(math.ceil(dimension(scaling["beta_slow"])), head_dim - 1)
+    span = np.float32(high - low if high != low else 0.001)
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / span, np.float32(0), np.float32(1))
+    keep = np.float32(1) - ramp
+    return (inv_freq / np.float32(scaling["factor"])) * (np.float32(1) - keep) + inv_freq * keep
+
+
 def inverse_frequencies(theta: float, head_dim: int, scaling: Optional[Dict[str, Any]]) -> np.ndarray:
     """float32 [head_dim / 2]: radians a position of each pair. Only exactly rounded operations, in float32 as in transformers."""
     inv_freq = _native.rope_inv_freq(theta, head_dim)
@@ -108,6 +138,8 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Optional[Dict[str,
         return inv_freq
     if scaling["rope_type"] == "factors":
         return inv_freq / np.array(scaling["factors"], np.float32)
+    if scaling["rope_type"] == "yarn":
+        return _yarn(theta, head_dim, scaling, inv_freq)
     factor = np.float32(scaling["factor"])
     if scaling["rope_type"] == "linear":
         return inv_freq / factor

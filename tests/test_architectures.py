@@ -90,6 +90,8 @@ CONFIG_MISTAKES = {
     "window in the wrong layers": lambda c: {"layer_types": c.layer_types[::-1]},
     "one rope base": lambda c: {"rope_local_base_freq": None},
     "local rope base x 1.5": lambda c: {"rope_local_base_freq": c.rope_local_base_freq * 1.5},
+    "rope scaling ignored": lambda c: {"rope_scaling": None},
+    "attention factor of 1": lambda c: {"rope_scaling": {**c.rope_scaling, "attention_factor": 1.0}},
     "query scale of head_dim": lambda c: {"query_pre_attn_scalar": None},
     "SiLU": lambda c: {"hidden_act": "silu"},
     "GELU": lambda c: {"hidden_act": "gelu_pytorch_tanh"},
@@ -120,6 +122,7 @@ SHOWS = {
     "tiny-gemma3": ALL | QK | WINDOW | {"window in the wrong layers", "one rope base", "local rope base x 1.5", "query scale of head_dim", "SiLU",
                                         "norm after attention omitted", "norm after the MLP omitted", "gains as stored", "embedding not scaled"},
     "tiny-phi3": ALL | WINDOW,
+    "tiny-yarn": ALL | {"rope scaling ignored", "attention factor of 1"},
 }
 
 
@@ -188,7 +191,9 @@ def test_gguf_gives_the_same_weights(name, tmp_path):
             if f.name not in ("rope_scaling", "eos_token_ids", "bos_token_id", "pad_token_id", "rms_norm_eps", "query_pre_attn_scalar")]
     assert [getattr(folder.config, f) for f in same] == [getattr(gguf.config, f) for f in same]
     from kestrel.model import rope_tables
+    from kestrel.rope import attention_factor
 
+    assert attention_factor(gguf.config.rope_scaling) == attention_factor(folder.config.rope_scaling)
     np.testing.assert_allclose(rope_tables(gguf.config), rope_tables(folder.config), rtol=1e-6)
 
 
@@ -245,3 +250,45 @@ def test_windows_by_layer():
                                  "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}, "eos_token_id": [1, 106]})
     assert (gemma.num_attention_heads, gemma.head_dim, gemma.vocab_size, gemma.eos_token_ids) == (8, 256, 262208, (1, 106))
     assert gemma.layer_types[:6] == ("sliding_attention",) * 5 + ("full_attention",) and gemma.layer_types.count("full_attention") == 5
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("name, parameters, config", [  # config.json as published, what matters of it; parameters: from the model's card
+    ("Llama-3.2-1B", 1_235_814_400, dict(
+        model_type="llama", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA_3, tie_word_embeddings=True, attention_bias=False, mlp_bias=False)),
+    ("TinyLlama-1.1B", 1_100_048_384, dict(
+        model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, rms_norm_eps=1e-5, rope_scaling=None, tie_word_embeddings=False)),
+    ("Mistral-7B-v0.1", 7_241_732_096, dict(
+        model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False)),
+    ("Qwen2.5-0.5B", 494_032_768, dict(
+        model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768, max_window_layers=24, use_sliding_window=False,
+        use_mrope=False, tie_word_embeddings=True)),
+    ("Qwen3-0.6B", 596_049_920, dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
+        num_key_value_heads=8, rms_norm_eps=1e-6, rope_theta=1000000, rope_scaling=None, sliding_window=None, max_window_layers=28,
+        use_sliding_window=False, attention_bias=False, tie_word_embeddings=True)),
+    ("gemma-3-1b", 999_885_952, dict(
+        model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, head_dim=256,
+        num_key_value_heads=1, rms_norm_eps=1e-6, rope_theta=1000000, rope_local_base_freq=10000, rope_scaling=None, sliding_window=512,
+        sliding_window_pattern=6, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None,
+        final_logit_softcapping=None, attention_bias=False)),
+    ("Phi-3-mini-4k", 3_821_079_552, dict(
+        model_type="phi3", vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, sliding_window=2047, attention_bias=False,
+        original_max_position_embeddings=4096, tie_word_embeddings=False)),
+])
+def test_published_models_have_their_number_of_parameters(name, parameters, config):
+    from kestrel.config import ModelConfig
+    from kestrel.pack import matrices, vectors
+
+    c = ModelConfig.from_hf(config)
+    assert sum(int(np.prod(t.shape)) for t in c.tensors().values()) == parameters
+    assert ModelConfig.from_json(c.to_json()) == c
+    packed = sum(m.n * m.k for m in matrices(c)) + sum(v.size for v in vectors(c, False) if v.sources)
+    assert packed == parameters

@@ -64,7 +64,11 @@ def test_rope_theta_default_is_ten_thousand():
 
 
 @pytest.mark.parametrize("rope, words", [
-    ({"type": "yarn", "factor": 4.0}, "yarn"),
+    ({"type": "dynamic", "factor": 4.0}, "dynamic"),
+    ({"type": "longrope", "factor": 4.0}, "longrope"),
+    ({"type": "yarn"}, "factor"),
+    ({"type": "yarn", "factor": 4.0, "truncate": False}, "truncate"),
+    ({"type": "yarn", "factor": 4.0, "mscale": 1.0}, "mscale"),
     ({"rope_type": "dynamic", "factor": 4.0}, "dynamic"),
     ({"rope_type": "longrope"}, "longrope"),
     ({"rope_type": 7}, "7"),
@@ -190,7 +194,7 @@ def test_from_json_checks_what_it_reads():
     for broken, word in [
         ({**good, "hidden_size": -1}, "hidden_size"), ({**good, "more": 1}, "more"), ({**good, "architecture": "x"}, "architecture"),
         ({k: v for k, v in good.items() if k != "head_dim"}, "head_dim"), ({**good, "eos_token_ids": [-1]}, "eos_token_ids"),
-        ({**good, "rope_scaling": {"rope_type": "yarn"}}, "yarn"), ([], "object"),
+        ({**good, "rope_scaling": {"rope_type": "dynamic"}}, "dynamic"), ([], "object"),
     ]:
         with pytest.raises(KestrelError, match=word):
             ModelConfig.from_json(json.dumps(broken), "file.kestrel")
@@ -225,7 +229,7 @@ def test_gguf_gives_the_same_config():
     ({"general.architecture": None}, "general.architecture"),
     ({"llama.embedding_length": -5}, "llama.embedding_length"),
     ({"llama.attention.head_count_kv": [3] * 30}, "llama.attention.head_count_kv"),
-    ({"llama.rope.scaling.type": "yarn"}, "yarn"),
+    ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count"),
     ({"llama.expert_count": 8}, "llama.expert_count"),
 ])

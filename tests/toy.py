@@ -18,7 +18,7 @@ import numpy as np
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 TINY = ("tiny-llama3", "tiny-tied", "tiny-untied")
-OTHERS = ("tiny-biased", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3", "tiny-phi3")  # the other architectures, one each
+OTHERS = ("tiny-biased", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3", "tiny-phi3", "tiny-yarn")  # the other architectures, one each
 
 
 @functools.lru_cache(maxsize=None)

@@ -66,6 +66,11 @@ TINY = {
         config=dict(hidden_size=48, intermediate_size=88, num_attention_heads=6, num_key_value_heads=2, head_dim=16, hidden_act="silu",
                     vocab_size=320, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048,
                     rope_theta=10000.0, sliding_window=20)),
+    "tiny-yarn": dict(
+        seed=20, dtype="bfloat16", embed_std=0.5, final_gain=1.0, long_rows=LONG_ROWS,
+        config=dict(hidden_size=64, intermediate_size=88, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+                    vocab_size=320, tie_word_embeddings=False, rms_norm_eps=1e-3, max_position_embeddings=2048,
+                    rope_theta=10000.0, rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256})),
     "tiny-qwen2": dict(
         seed=16, dtype="bfloat16", embed_std=0.05, final_gain=20.0, long_rows=LONG_ROWS, model_type="qwen2", bias=("q", "k", "v"),
         config=dict(hidden_size=64, intermediate_size=88, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu",
@@ -299,6 +304,8 @@ def mutations(config: dict, weights: dict) -> dict:
         result["heads to groups by remainder"] = (config, changed("q_proj.weight", regroup))
     if config.get("rope_scaling"):
         result["rope scaling ignored"] = ({**config, rope_key: None}, weights)
+        if config["rope_scaling"].get("rope_type") == "yarn":
+            result["attention factor of 1"] = ({**config, "attention_factor": 1.0}, weights)
     return result
 
 

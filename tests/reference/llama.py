@@ -5,7 +5,7 @@ place to try mutations: change one entry of `config` or one weight, run again
 and see how far the logits move. Imports nothing of kestrel.
 
 Sources: Llama (arXiv 2302.13971), RoPE (2104.09864), GQA (2305.13245), Mistral
-(2310.06825: windows), Qwen2 (2407.10671: biases), Qwen3 (2505.09388: norms of
+(2310.06825: windows), YaRN (2309.00071), Qwen2 (2407.10671: biases), Qwen3 (2505.09388: norms of
 query and key heads), Gemma 3 (2503.19786: all of it); the frequency rules of `linear` and `llama3` from transformers' modeling_rope_utils.
 """
 from __future__ import annotations
@@ -52,7 +52,22 @@ def inverse_frequencies(config: dict, head_dim: int, sliding: bool = False) -> n
         turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * np.pi)
         smooth = np.clip((turns - low) / (high - low), 0, 1)
         return (1 - smooth) * inv_freq / scaling["factor"] + smooth * inv_freq
+    if kind == "yarn":
+        original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+
+        def dimension(turns):
+            return head_dim * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(theta))
+
+        low, high = max(np.floor(dimension(32)), 0), min(np.ceil(dimension(1)), head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+        return ramp * inv_freq / factor + (1 - ramp) * inv_freq
     raise ValueError(f"rope type {kind}")
+
+
+def attention_factor(config: dict) -> float:
+    """yarn: cosines and sines are multiplied by it."""
+    scaling = config.get("rope_scaling") or {}
+    return config.get("attention_factor", 0.1 * np.log(scaling["factor"]) + 1) if scaling.get("rope_type") == "yarn" else 1.0
 
 
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
@@ -112,7 +127,7 @@ def forward(config: dict, weights: dict, ids, rows=None) -> dict:
     for layer, window in enumerate(windows(config)):
         at = f"model.layers.{layer}."
         angle = np.arange(m)[:, None, None] * inverse_frequencies(config, d, window is not None)
-        cos, sin = np.cos(angle), np.sin(angle)
+        cos, sin = attention_factor(config) * np.cos(angle), attention_factor(config) * np.sin(angle)
         hidden_from = (distance < 0) | (distance >= (window or m))
         h = norm(x, at + "input_layernorm.weight")
         if at + "self_attn.qkv_proj.weight" in weights:

@@ -46,6 +46,10 @@ def write_gguf(folder: Path, path: Path) -> None:
     if scaling.get("type", scaling.get("rope_type")) == "linear":
         w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         w.add_rope_scaling_factor(scaling["factor"])
+    if scaling.get("rope_type") == "yarn":
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(scaling["factor"])
+        w.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if scaling.get("rope_type") == "llama3":
         plain = llama.inverse_frequencies({**config, "rope_scaling": None}, d)
         w.add_tensor("rope_freqs.weight", (plain / llama.inverse_frequencies(config, d)).astype(np.float32))
