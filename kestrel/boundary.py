@@ -344,17 +344,22 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
         right = 1.15 * max([2.0] + [r["tokens_per_forward"] for r in points])
         axes.plot([0.9, right], [0.92 * 0.9, 0.92 * right], linestyle="--", color="0.4", label="0.92 x tokens per forward")
         axes.axhline(1.0, color="0.4", label="as fast as without")
-        for i, r in enumerate(sorted(points, key=lambda r: -r["tokens_per_forward"])):
+        for r in points:
             axes.plot([r["tokens_per_forward"]], [r["ratio"]], marker="s" if r["drafter"] else "D" if r["workload"] == "overall" else "o",
                       color="tab:red" if r["ratio"] < 0.99 else "tab:blue", gid="workload-" + r["workload"].replace(" ", "-"))
-            left = i % 2 == 0  # marks lie along a line: neighbours have their names on opposite sides of it
-            axes.annotate(r["workload"] + (" (loops)" if r["loops"] else ""), (r["tokens_per_forward"], r["ratio"]), xytext=(-6, 5) if left else (6, -9),
-                          textcoords="offset points", fontsize=8, horizontalalignment="right" if left else "left")
         if right > 4:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter("{x:g}")
+        axes.autoscale(False)
+        height = 0.0  # names in a column beside the picture, as high as their marks where there is room: marks of like texts lie close together
+        for r in sorted(points, key=lambda r: r["ratio"]):
+            mark = r["tokens_per_forward"], r["ratio"]
+            height = max(height + 0.05, axes.transAxes.inverted().transform(axes.transData.transform(mark))[1])
+            axes.annotate(f"{r['workload']}{' (loops)' if r['loops'] else ''} {r['ratio']:.2f}", mark, xytext=(1.02, height), textcoords="axes fraction",
+                          fontsize=8, verticalalignment="center", annotation_clip=False,
+                          arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "0.6", "shrinkA": 1, "shrinkB": 4})
         axes.set_xlabel("tokens per forward")
         axes.set_ylabel("speed with draft auto / off")
         axes.set_title(f"{results[0]['model']}, {results[0]['isa']}, {results[0]['threads']} threads")
