@@ -360,8 +360,10 @@ int32_t kestrel_step(kestrel_model *model, const kestrel_row *rows, int32_t m, k
     int32_t status = check(model, rows, m, out);
     if (status) return status;
     const uint64_t mode = kestrel_float_mode_enter();
-    step s = {.model = model, .rows = rows, .m = m, .out = out, .maxima = out ? out->input_maxima : NULL, .moments = out ? out->input_moments : NULL,
-              .row_block = m > 16 * model->threads ? 8 : 2};
+    const int32_t threads = m <= KESTREL_FEW_ROWS ? model->threads : model->prefill_threads;
+    step s = {.model = model, .rows = rows, .m = m, .threads = threads, .out = out, .maxima = out ? out->input_maxima : NULL,
+              .moments = out ? out->input_moments : NULL, .row_block = m > 16 * threads ? 8 : 2};
+    kestrel_pool_use(model->pool, threads);
     atomic_store_explicit(&model->bad_row, INT_MAX, memory_order_relaxed);
     status = layers(&s, cancel_fd);
     if (!status) status = outputs(&s);

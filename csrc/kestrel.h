@@ -17,14 +17,15 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 5,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 6,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
     KESTREL_GROUP = 64,           /* k values that share one scale, in weights and in activations */
     KESTREL_KEY_BLOCK = 32,       /* keys of one transposed K block */
     KESTREL_SPAN = 128,           /* keys of one attention span: the unit of the softmax's order */
-    KESTREL_FEEDBACK = 128        /* columns over which int4's rounding errors are spread */
+    KESTREL_FEEDBACK = 128,       /* columns over which int4's rounding errors are spread */
+    KESTREL_FEW_ROWS = 33         /* most rows of a pass that decodes or verifies; what has more is prefill */
 };
 
 enum kestrel_status {
@@ -189,8 +190,9 @@ int32_t kestrel_rope_inv_freq(double theta, int32_t head_dim, float *inv_freq);
 /* Natural logarithm, x > 0, normal, finite: our own, for tables that must not depend on a libm. */
 double kestrel_ln(double x);
 
-/* isa NULL: the best this CPU has. threads >= 1 (the caller counts as one). max_rows: most rows of a pass, over all its kvs. */
-int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int32_t threads, int32_t max_rows, kestrel_model **out);
+/* isa NULL: the best this CPU has. threads >= 1 (the caller counts as one): of passes of at most KESTREL_FEW_ROWS rows; prefill_threads: of the
+ * others. max_rows: most rows of a pass, over all its kvs. */
+int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int32_t threads, int32_t prefill_threads, int32_t max_rows, kestrel_model **out);
 void kestrel_model_free(kestrel_model *model); /* frees no kv: free those first */
 int64_t kestrel_model_scratch_bytes(const kestrel_model *model);
 

@@ -38,6 +38,8 @@ static void *take(uint8_t *base, int64_t *offset, int64_t count, int64_t bytes)
     return at;
 }
 
+static int32_t most_threads(const kestrel_model *m) { return m->threads > m->prefill_threads ? m->threads : m->prefill_threads; }
+
 static int64_t lay_out(kestrel_model *m, uint8_t *base)
 {
     const kestrel_config *c = &m->config;
@@ -58,10 +60,11 @@ static int64_t lay_out(kestrel_model *m, uint8_t *base)
     m->hi = take(base, &used, rows, 4);
     m->wanted = take(base, &used, rows, 4);
     m->tiles = take(base, &used, rows * c->n_kv_heads, sizeof(kestrel_tile));
-    m->states = take(base, &used, m->threads * (int64_t)m->tile_queries * state, 4);
-    m->work = take(base, &used, m->threads * (int64_t)m->tile_queries * SPAN, 4);
-    m->partials = take(base, &used, WAVE_TILES * m->threads * (int64_t)WAVE * m->tile_queries * state, 4);
-    m->wave_states = take(base, &used, WAVE_TILES * m->threads * (int64_t)m->tile_queries * state, 4);
+    const int64_t threads = most_threads(m);
+    m->states = take(base, &used, threads * m->tile_queries * state, 4);
+    m->work = take(base, &used, threads * m->tile_queries * SPAN, 4);
+    m->partials = take(base, &used, WAVE_TILES * threads * WAVE * m->tile_queries * state, 4);
+    m->wave_states = take(base, &used, WAVE_TILES * threads * m->tile_queries * state, 4);
     m->tail = take(base, &used, rows * PANEL, 4);
     m->lhs.values = take(base, &used, round_up(rows, 8) * kp, 1);
     m->lhs.scales = take(base, &used, round_up(rows, 8) * kp / GROUP, 4);
@@ -69,9 +72,9 @@ static int64_t lay_out(kestrel_model *m, uint8_t *base)
     return used;
 }
 
-int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int32_t threads, int32_t max_rows, kestrel_model **out)
+int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int32_t threads, int32_t prefill_threads, int32_t max_rows, kestrel_model **out)
 {
-    if (!config || !out || threads < 1 || threads > 256 || max_rows < 1 || max_rows > 1 << 16 || !config_ok(config)) return KESTREL_E_ARGUMENT;
+    if (!config || !out || threads < 1 || threads > 256 || prefill_threads < 1 || prefill_threads > 256 || max_rows < 1 || max_rows > 1 << 16 || !config_ok(config)) return KESTREL_E_ARGUMENT;
     kestrel_kernels kernels;
     const int status = kestrel_kernels_select(isa, &kernels);
     if (status) return status;
@@ -85,13 +88,14 @@ int32_t kestrel_model_create(const kestrel_config *config, const char *isa, int3
     m->config.rope_inv_freq = rope;
     m->kernels = kernels;
     m->threads = threads;
+    m->prefill_threads = prefill_threads;
     m->max_rows = max_rows;
     m->qkv_columns = (config->n_heads + 2 * config->n_kv_heads) * config->head_dim;
     const int32_t group = config->n_heads / config->n_kv_heads;
     m->tile_queries = group > QUERY_TILE ? group : QUERY_TILE;
     m->scratch_bytes = lay_out(m, NULL);
     m->scratch = aligned_alloc(64, (size_t)m->scratch_bytes);
-    m->pool = kestrel_pool_create(threads);
+    m->pool = kestrel_pool_create(most_threads(m));
     if (!layers || !rope || !m->scratch || !m->pool) {
         kestrel_model_free(m);
         return KESTREL_E_MEMORY;

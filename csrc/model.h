@@ -24,7 +24,7 @@ struct kestrel_model {
     kestrel_config config; /* layers and rope_inv_freq point to own copies */
     kestrel_kernels kernels;
     kestrel_pool *pool;
-    int32_t threads, max_rows;
+    int32_t threads, prefill_threads, max_rows; /* threads: of passes of few rows, and of the probe */
     int32_t qkv_columns; /* (n_heads + 2 n_kv_heads) head_dim */
 
     /* Scratch, rows up to max_rows (R). One allocation. */

@@ -49,6 +49,7 @@ int32_t kestrel_read_probe(kestrel_model *model, const void *data, int64_t bytes
     probe p = {.data = data, .bytes = bytes, .task_bytes = TASK_BYTES};
     if (bytes / TASK_BYTES >= MOST_TASKS) p.task_bytes = round_up(bytes / MOST_TASKS + 1, 64);
     struct timespec begin, end;
+    kestrel_pool_use(model->pool, model->threads);
     clock_gettime(CLOCK_MONOTONIC, &begin);
     kestrel_pool_run(model->pool, probe_task, &p, (int32_t)((bytes + p.task_bytes - 1) / p.task_bytes));
     clock_gettime(CLOCK_MONOTONIC, &end);

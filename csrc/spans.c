@@ -100,7 +100,7 @@ void kestrel_attend(step *s)
         if (first_span(s, &m->tiles[t]) < first) first = first_span(s, &m->tiles[t]);
         if (last_span(s, &m->tiles[t]) > last) last = last_span(s, &m->tiles[t]);
     }
-    if (m->threads == 1 || first == last || s->tiles > WAVE_TILES * m->threads) {
+    if (s->threads == 1 || first == last || s->tiles > WAVE_TILES * s->threads) {
         kestrel_run(s, tile_task, s->tiles);
         return;
     }

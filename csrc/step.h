@@ -7,7 +7,7 @@
 typedef struct step {
     kestrel_model *model;
     const kestrel_row *rows;
-    int32_t m;
+    int32_t m, threads;
     kestrel_output *out;
     int32_t row_block; /* rows of one task in phases that go by rows; even, so that a pair of rows is never split */
     int32_t layer;

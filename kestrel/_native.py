@@ -19,7 +19,7 @@ except ImportError:
     raise ImportError("kestrel is not built here: `pip install .`, or `python3 csrc/build.py` in a source tree") from None
 
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libkestrel.so")
-_ABI = 5
+_ABI = 6
 
 
 def _check_cpu() -> None:

@@ -124,10 +124,11 @@ def _load(args: argparse.Namespace) -> Any:
     from .generate import Model
 
     cores = choose_cores()
-    stay_on(cores.for_threads(args.threads or cores.threads))
-    model = Model.load(args.model, threads=args.threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv, use_mmap=not args.no_mmap)
-    if args.threads is not None:
-        warn_of_threads(args.threads, _note, cores)
+    threads = max(args.threads or cores.threads, args.prefill_threads or 1)
+    stay_on(cores.for_threads(threads))
+    model = Model.load(args.model, threads=args.threads, prefill_threads=args.prefill_threads, ctx=args.ctx, chunk=args.chunk, kv_type=args.kv, use_mmap=not args.no_mmap)
+    if args.threads is not None or args.prefill_threads is not None:
+        warn_of_threads(threads, _note, cores)
     if model.ctx < (args.ctx or model.config.max_position_embeddings):
         _note(f"memory has room for a context of {model.ctx}, not the model's {model.config.max_position_embeddings}")
     return model
@@ -281,6 +282,7 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
 
 def _add_loading(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=_positive, metavar="N", help="default: the big cores that this process may use")
+    p.add_argument("--prefill-threads", type=_positive, metavar="N", help="threads that read the prompt (default: as --threads)")
     p.add_argument("--ctx", type=_positive, metavar="N", help="most positions of prompt and answer (default: the model's, as far as memory goes)")
     p.add_argument("--no-mmap", action="store_true", help="read the file into memory instead of mapping it")
     p.add_argument("--chunk", type=_positive, default=256, metavar="N", help="most prompt tokens a pass (default 256)")

@@ -241,10 +241,11 @@ class Model(ForwardModel):
 
     @classmethod
     def load(cls, path: Any, threads: Optional[int] = None, isa: Optional[str] = None, ctx: Optional[int] = None, chunk: int = 256,
-             kv_type: Optional[str] = None, fit: bool = True, use_mmap: bool = True) -> "Model":
+             kv_type: Optional[str] = None, fit: bool = True, use_mmap: bool = True, prefill_threads: Optional[int] = None) -> "Model":
         """Maps a packed file and makes it ready.
 
-        threads: default, the big cores that this process may use. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
+        threads: of decoding and verifying; default, the big cores that this process may use. prefill_threads: of passes with more than 33 rows;
+        default, as threads. isa: default, $KESTREL_ISA or the best here. ctx: most positions of prompt
         and answer together (default: the model's, or as many as memory has room for). chunk: most prompt tokens of one pass. kv_type: "f16", "f32" or "int8" (default: f16, f32 for f32 weights).
         use_mmap: see PackedModel. fit: refuse what this machine's memory has no room for. KestrelError: bad file, impossible isa, too little memory.
         """
@@ -262,7 +263,7 @@ class Model(ForwardModel):
         if not isinstance(config, dict):
             raise KestrelError(f"{packed.path}: tokenizer_config.json: expected an object, found {type(config).__name__}")
         tokenizer = Tokenizer.from_bytes(raw, config, packed.path)
-        self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size)
+        self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size, prefill_threads=prefill_threads)
         self.tokenizer, self.chunk, self.costs = tokenizer, chunk, StepCosts()
         template = packed.text("chat_template")
         self.chat_template = template.decode() if template is not None else None

@@ -99,20 +99,22 @@ class KVCache:
 class ForwardModel:
     """Weights, worker threads and scratch. `step` runs one pass; the rest of kestrel stands on it.
 
-    Attributes: packed (PackedModel), config, isa, threads, max_rows, kv_type (one of KV_TYPES; by default "f16", "f32" for f32 weights).
+    Attributes: packed (PackedModel), config, isa, threads, prefill_threads, max_rows, kv_type (one of KV_TYPES; by default "f16", "f32" for f32 weights).
     A pass and what is read from it are one thread's at a time: who calls `forward` and then `logits` or `sample` from several threads
     holds `lock` around them.
     """
 
     def __init__(self, path: str, threads: Optional[int] = None, isa: Optional[str] = None, max_rows: int = 256,
-                 kv_type: Optional[str] = None, sampled_vocab: Optional[int] = None):
+                 kv_type: Optional[str] = None, sampled_vocab: Optional[int] = None, prefill_threads: Optional[int] = None):
         self.packed = PackedModel(path) if not isinstance(path, PackedModel) else path
         self.config = self.packed.config
         self.isa = _native.choose_isa(isa)
         cores = choose_cores()
         self.threads = threads or cores.threads
-        if not 1 <= self.threads <= 256:
-            raise KestrelError(f"threads: expected 1 to 256, found {threads}")
+        self.prefill_threads = prefill_threads or self.threads
+        for name, count in (("threads", self.threads), ("prefill threads", self.prefill_threads)):
+            if not 1 <= count <= 256:
+                raise KestrelError(f"{name}: expected 1 to 256, found {count}")
         self.max_rows = max(max_rows, MAX_DRAFT + 1)
         self.kv_type = kv_type or ("f32" if self.packed.weight_type == "f32" else "f16")
         if self.kv_type not in KV_TYPES:
@@ -121,8 +123,9 @@ class ForwardModel:
         self.lock = threading.RLock()
         self._native_config, self._keep = self._describe()
         out = ffi.new("kestrel_model **")
-        with running_on(cores.for_threads(self.threads)):  # the workers inherit it
-            _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.max_rows, out), self.packed.path)
+        with running_on(cores.for_threads(max(self.threads, self.prefill_threads))):  # the workers inherit it
+            _native.check(lib.kestrel_model_create(self._native_config, self.isa.encode(), self.threads, self.prefill_threads, self.max_rows, out),
+                          self.packed.path)
         self._handle = ffi.gc(out[0], lib.kestrel_model_free)
         self._rows = ffi.new("kestrel_row[]", self.max_rows)
         self._output = ffi.new("kestrel_output *")

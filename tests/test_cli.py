@@ -72,7 +72,7 @@ def test_generate_text_is_all_of_stdout(path, answer, tmp_path):
 
 @pytest.mark.native_only
 @pytest.mark.parametrize("options", [["--draft", "off"], ["--draft", "0"], ["--draft", "auto"], ["--draft", "16"], ["--chunk", "3"], ["--threads", "1"],
-                                     ["--threads", "3", "--draft", "7", "--chunk", "1", "--ctx", "200"], ["--temperature", "0", "--seed", "9"]])
+                                     ["--prefill-threads", "2"], ["--threads", "3", "--draft", "7", "--chunk", "1", "--ctx", "200"], ["--temperature", "0", "--seed", "9"]])
 def test_options_that_must_not_show(path, answer, options):
     code, out, _ = kestrel("generate", path, "--prompt", "def add(a, b)", "--max-tokens", 20, "--json", *options)
     assert code == 0 and json.loads(out)["token_ids"] == answer.token_ids

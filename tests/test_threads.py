@@ -84,7 +84,7 @@ static void answer(const kestrel_config *config, int32_t threads, int32_t kv_typ
     static const int sizes[] = {1, 64, 5, 33, 2, 60, 1, 1, 64, 17, 64, 18};
     kestrel_model *model;
     kestrel_kv *kv;
-    if (kestrel_model_create(config, NULL, threads, MOST, &model) || kestrel_kv_create(model, LENGTH, MOST, kv_type, &kv)) exit(4);
+    if (kestrel_model_create(config, NULL, threads, 1 + threads * 3 % 5, MOST, &model) || kestrel_kv_create(model, LENGTH, MOST, kv_type, &kv)) exit(4);
     int32_t position = 0;
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         kestrel_row rows[MOST];
@@ -224,3 +224,27 @@ def test_threads_end_with_their_model():
         del model
         gc.collect()
         assert threads() == before
+
+
+def test_prefill_may_use_other_threads():
+    """Passes of at most 33 rows and the longer ones each with their own threads: the same bits, and as many threads as the larger number asks for."""
+    import gc
+
+    from kestrel.errors import KestrelError
+    from kestrel.model import ForwardModel
+
+    gc.collect()
+    found = set()
+    for threads, prefill_threads in ((1, None), (1, 3), (3, 1)):
+        before = len(os.listdir("/proc/self/task"))
+        model = ForwardModel(toy.packed(), threads=threads, prefill_threads=prefill_threads)
+        assert len(os.listdir("/proc/self/task")) - before == max(threads, prefill_threads or threads) - 1
+        kv, ids = model.new_kv(128), [i % 200 for i in range(80)]
+        model.forward(kv, ids, wanted=0)
+        model.forward(kv, ids[:5], wanted=5)
+        found.add(model._logits[:5].tobytes() + kv.export())
+        del model, kv
+        gc.collect()
+    assert len(found) == 1
+    with pytest.raises(KestrelError, match="prefill threads: expected 1 to 256, found 300"):
+        ForwardModel(toy.packed(), threads=1, prefill_threads=300)
