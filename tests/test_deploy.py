@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 
 import pytest
+import toy
 
 pytestmark = pytest.mark.native_only  # starts processes, says nothing of the CPU
 
@@ -211,3 +212,16 @@ def test_what_the_board_says_of_itself(root, tmp_path):
     facts = json.loads(done.stdout)
     assert {k: type(v) for k, v in facts.items()} == {k: type(v) for k, v in {**BOARD, "folder": ""}.items()}
     assert facts["folder"] == str(tmp_path / "not" / "yet") and facts["writable"] and facts["venv"] and 0 < facts["memory_available_bytes"] <= facts["memory_bytes"]
+
+
+def test_the_commands_that_it_gives_the_board_are_kestrels(deploy, tmp_path):
+    """check, bench and the report from bench's JSON, with the real program: what deploy.py relies on."""
+    model = toy.packed()
+    call = lambda *arguments, **more: subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, check=True, universal_newlines=True, **more).stdout  # noqa: E731
+    lines = call("-m", "kestrel", "bench", str(model), "--json", *deploy.QUICK_BENCH.split())
+    rows = [json.loads(line) for line in lines.splitlines()]
+    table = call("-c", deploy.MARKDOWN, input="\n".join(json.dumps(r) for r in rows))
+    assert len(rows) > 2 and table.count("|") > 20
+    check = json.loads(call("-m", "kestrel", "check", "--json", "--quick"))
+    report = deploy.report({**BOARD, "folder": "x"}, "pi@board", check, table, "2026-01-01T000000Z")
+    assert "all equal; instruction sets portable" in report and "(as checked in)" in report and table.strip() in report
