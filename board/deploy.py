@@ -43,8 +43,8 @@ from check_wheel import platforms  # noqa: E402
 
 MIB = 1 << 20
 HEADROOM = 150 * MIB        # Python, numpy, tokenizers and a cache of 2,000 positions beside the weights
-QUICK_BENCH = "--samples 2 --depths 0 --widths 1 4 --prefill 64 --decode 8 --buffer 64"
-MARKDOWN = "import json, sys; from kestrel.bench import markdown; print(markdown([json.loads(line) for line in sys.stdin]))"
+QUICK_BENCH = "--brief --samples 2 --depths 0 --widths 1 4 --prefill 64 --decode 8 --buffer 64"
+MARKDOWN = "import json, sys; from kestrel.report import markdown; print(markdown([json.loads(line) for line in sys.stdin]))"
 
 
 def say(step: str, text: str) -> None:

@@ -19,6 +19,7 @@ from .errors import KestrelError
 from .model import KV_TYPES, MAX_DRAFT, ForwardModel, KVCache
 from .sampling import Sampling
 from .pack import PackedModel, matrices
+from .telemetry import marks, moving
 
 CHUNK = 256        # rows of a prefill pass: the product's default
 BUFFER = 256 << 20  # bytes of the probe's own buffer: more than any cache holds
@@ -60,7 +61,7 @@ def bytes_per_token(packed: PackedModel, kv: KVCache, positions: float) -> float
     return packed.weight_bytes + kv.position_bytes * positions
 
 
-class _Runs:
+class Runs:
     """Single samples of one model at one thread count; each leaves the cache as it was."""
 
     def __init__(self, model: ForwardModel):
@@ -69,6 +70,7 @@ class _Runs:
         self._ids = [(i * 7919 + 13) % vocab for i in range(4096)]
 
     def tokens(self, begin: int, count: int) -> List[int]:
+        """Ids for positions [begin, begin + count): the same whenever a position is met again."""
         return [self._ids[i % len(self._ids)] for i in range(begin, begin + count)]
 
     def fill(self, kv: KVCache, count: int) -> None:
@@ -122,8 +124,10 @@ class _Runs:
             runs.append(self.decode(kv, plan.decode))
 
 
-def _checked(plan: Plan, limit: int, note: Callable[[str], None]) -> Plan:
-    """The plan without repetitions, with width 1, and without depths that the context has no room for."""
+def checked(plan: Plan, kv_type: Optional[str], limit: int, note: Callable[[str], None]) -> Plan:
+    """The plan without repetitions, with width 1, and without depths that the context has no room for. KestrelError: a number out of its range."""
+    if kv_type is not None and kv_type not in KV_TYPES:
+        raise KestrelError(f"kv type: expected one of {', '.join(KV_TYPES)}, found {kv_type!r}")
     for name, values, least, most in (("threads", plan.threads, 1, 256), ("depths", plan.depths, 0, 1 << 24),
                                       ("widths", plan.widths, 1, CHUNK + MAX_DRAFT), ("samples", (plan.samples,), 1, 10000),
                                       ("prefill", (plan.prefill,), 1, 1 << 24), ("decode", (plan.decode,), 1, 1 << 24), ("buffer", (plan.buffer,), 8, 1 << 40)):
@@ -149,22 +153,21 @@ def _probe_threads(threads: Sequence[int]) -> List[int]:
 
 
 def bench(path: Any, plan: Plan = Plan(), kv_type: Optional[str] = None, progress: Callable[[int, int], None] = lambda done, total: None,
-          note: Callable[[str], None] = lambda text: None) -> List[Dict[str, Any]]:
+          note: Callable[[str], None] = lambda text: None, look: Callable[[], Dict[str, Any]] = moving) -> List[Dict[str, Any]]:
     """Measures a packed model (a path, or a PackedModel) as the plan says, with the product's own defaults.
 
     One dictionary a measurement: kind, threads, depth, width or tokens, median, samples, unit, and what was measured (model, source,
     weights, kv_type, isa). A bandwidth (GB/s) says what was read: `of` weights or buffer. A decode has bytes_per_token, bandwidth and
     bandwidth_fraction: its bytes a second over the best median that the probe reached with as many threads or fewer. A verify (s) has
-    ratio: its median over that of width 1. progress(rounds done, in all); note(text) says what was left out. KestrelError: bad input.
+    ratio: its median over that of width 1. marks: what spoiled samples of a row, as `telemetry.marks` says; mhz: {cluster: clock, the least seen right
+    after a sample}. look() -> `telemetry.moving`. progress(rounds done, in all); note(text) says what was left out. KestrelError: bad input.
     """
     import numpy as np
 
     packed = path if isinstance(path, PackedModel) else PackedModel(path)
-    if kv_type is not None and kv_type not in KV_TYPES:
-        raise KestrelError(f"kv type: expected one of {', '.join(KV_TYPES)}, found {kv_type!r}")
     limit = packed.config.max_position_embeddings
-    plan = _checked(plan, limit, note)
-    runs = {t: _Runs(ForwardModel(packed, threads=t, max_rows=CHUNK + MAX_DRAFT, kv_type=kv_type)) for t in plan.threads}  # type: ignore[arg-type]
+    plan = checked(plan, kv_type, limit, note)
+    runs = {t: Runs(ForwardModel(packed, threads=t, max_rows=CHUNK + MAX_DRAFT, kv_type=kv_type)) for t in plan.threads}  # type: ignore[arg-type]
     most = runs[plan.threads[-1]]
     probes = {t: runs[t].model if t in runs else ForwardModel(packed, threads=t, max_rows=1) for t in _probe_threads(plan.threads)}  # type: ignore[arg-type]
     buffer = np.full(plan.buffer, 1, np.uint8)  # written, so that it is memory and not the one page of zeros
@@ -182,8 +185,27 @@ def bench(path: Any, plan: Plan = Plan(), kv_type: Optional[str] = None, progres
 
     samples: Dict[Tuple[Any, ...], List[float]] = {}
 
+    fresh: List[Tuple[Any, ...]] = []  # rows with samples since the last look at the board
+    spoiled: Dict[Tuple[Any, ...], List[str]] = {}
+    clocks: Dict[Tuple[Any, ...], Dict[str, int]] = {}
+    last = look()
+
     def keep(value: float, *key: Any) -> None:
         samples.setdefault(key, []).append(value)
+        fresh.append(key)
+
+    def look_again() -> None:
+        nonlocal last
+        now = look()
+        found = marks(last, now)
+        for key in dict.fromkeys(fresh):
+            spoiled[key] = list(dict.fromkeys(spoiled.get(key, []) + found))
+            for cluster in now["clusters"]:
+                if cluster["mhz"] is not None:
+                    seen = clocks.setdefault(key, {})
+                    seen[cluster["name"]] = min(cluster["mhz"], seen.get(cluster["name"], cluster["mhz"]))
+        fresh.clear()
+        last = now
 
     for t in plan.threads:
         for depth in plan.depths[:1]:
@@ -199,17 +221,21 @@ def bench(path: Any, plan: Plan = Plan(), kv_type: Optional[str] = None, progres
             for _ in range(_PROBES):
                 for of, (address, size) in regions.items():
                     keep(size / read_probe(model, address, size)[0] / 1e9, "bandwidth", t, of)
+            look_again()
         for t in plan.threads:
             time.sleep(_PAUSE)
             for depth in plan.depths:
                 kv = caches[depth]
                 if prefill[depth]:
                     keep(runs[t].prefill(kv, prefill[depth]), "prefill", t, depth, prefill[depth])
+                    look_again()
                 keep(runs[t].decode(kv, plan.decode), "decode", t, depth, plan.decode)
+                look_again()
                 for turn in range(_VERIFY_STEPS):
                     for i in range(len(plan.widths)):  # another width is the first one each time
                         width = plan.widths[(i + turn) % len(plan.widths)]
                         keep(runs[t].verify(kv, width), "verify", t, depth, width)
+                look_again()
     progress(plan.samples, plan.samples)
 
     about = {"model": os.path.basename(packed.path), "source": packed.source, "weights": packed.weight_type, "kv_type": most.model.kv_type,
@@ -229,7 +255,7 @@ def bench(path: Any, plan: Plan = Plan(), kv_type: Optional[str] = None, progres
             read = bytes_per_token(packed, caches[key[2]], key[2] + (key[3] + 1) / 2)
             best = max(median(s) for k, s in samples.items() if k[0] == "bandwidth" and k[1] <= t)
             row.update(bytes_per_token=read, bandwidth=best, bandwidth_fraction=read * middle / 1e9 / best)
-        row.update(median=middle, slowest=min(samples[key]), fastest=max(samples[key]), samples=samples[key], **about)
+        row.update(median=middle, slowest=min(samples[key]), fastest=max(samples[key]), samples=samples[key], marks=spoiled[key], mhz=clocks.get(key, {}), **about)
         if kind == "verify":
             row.update(slowest=row["fastest"], fastest=row["slowest"])
         results.append(row)

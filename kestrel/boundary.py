@@ -7,6 +7,7 @@ turns, then all answers of a workload together. Decode phase only: what follows 
 """
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from statistics import median
@@ -124,6 +125,11 @@ def _identical(slot: _Slot) -> bool:
     return all(answer.same == first for answers in slot.values() for answer in answers)
 
 
+def _digest(slots: Sequence[_Slot]) -> str:
+    """SHA-256 of all plain answers' ids, four bytes each, little-endian."""
+    return hashlib.sha256(b"".join(i.to_bytes(4, "little") for slot in slots for i in slot["off"][0].ids)).hexdigest()
+
+
 def _speeds(slots: Sequence[_Slot], mode: str) -> Tuple[Optional[float], Optional[float]]:
     """Tokens a second, plain and of a mode, of all prompts together; None, None when no answer has a second token."""
     tokens, plain, seconds = 0, 0.0, 0.0
@@ -186,7 +192,7 @@ def _row(name: str, slots: Sequence[_Slot], lengths: Sequence[int]) -> Dict[str,
     return {
         "kind": "speculation", "workload": name, "draft": "auto", "off": speeds[0], "on": speeds[1], "ratio": ratio,
         "tokens_per_forward": per_forward, "efficiency": ratio / per_forward if ratio and per_forward else None,
-        "accepted_histogram": histogram, "identical": all(map(_identical, slots)),
+        "accepted_histogram": histogram, "identical": all(map(_identical, slots)), "sha256": _digest(slots),
         "fixed": fixed, "best_fixed": best, "lookup_share": sum(a.lookup for a in autos) / seconds if seconds > 0 else None,
         "worst_window": _worst(slots), "answers": len(slots), "tokens": sum(len(slot["off"][0].ids) for slot in slots),
         "forwards": sum(len(a.rounds) for a in autos), "proposed": sum(r.width - 1 for a in autos for r in a.rounds),
@@ -240,7 +246,7 @@ def boundary(path: Any, workloads: Optional[Sequence[Workload]] = None, tokens: 
     off, on: tokens a second, plain and with draft auto; ratio: on / off; tokens_per_forward, accepted_histogram, forwards, proposed and
     accepted: of all turns of auto, decode phase; efficiency: ratio / tokens_per_forward; fixed: by draft length; best_fixed: the fastest of
     them; lookup_share: of auto's seconds; worst_window: see `worst_window`; loops: answers that are degenerate loops; costs: c(w)/c(1) by
-    width as seen; identical: whether ids, text and finish reason are the same in all modes and turns; prompts: one entry an answer.
+    width as seen; sha256: of the plain answers' ids; identical: whether ids, text and finish reason are the same in all modes and turns; prompts: one entry an answer.
     Speeds are None where no answer has a second token. tokens: most of an answer; samples: turns. KestrelError: bad input.
     """
     for name, value in (("tokens", tokens), ("samples", samples)):

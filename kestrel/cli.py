@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
+from .bench_command import add_parser as _add_bench
 from .errors import KestrelError
+from .terminal import note as _note, positive as _positive, print_json as _print_json, progress_bar
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1, found {text}")
-    return value
 
 
 def _bias(text: str) -> Tuple[int, float]:
@@ -29,28 +23,6 @@ def _bias(text: str) -> Tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected ID=BIAS, found {text}") from None
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
-
-
-def progress_bar(unit: str, what: str, scale: bool = True) -> Callable[[int, int], None]:
-    """progress(done, total) on stderr; nothing when stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    from tqdm import tqdm
-
-    bar: List[Any] = []
-
-    def update(done: int, total: int) -> None:
-        if not bar:
-            bar.append(tqdm(total=total, unit=unit, unit_scale=scale, desc=what, leave=False, file=sys.stderr))
-        bar[0].update(done - bar[0].n)
-        if done >= total:
-            bar[0].close()
-
-    return update
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -216,66 +188,6 @@ def _quality(args: argparse.Namespace) -> int:
     return 0
 
 
-def _note(text: str) -> None:
-    print(f"kestrel: {text}", file=sys.stderr)
-
-
-def _synthetic(args: argparse.Namespace) -> str:
-    from .synthetic import cached_synthetic
-
-    return cached_synthetic(args.synthetic, args.weights or "int8", progress=progress_bar("B", f"make {args.synthetic}"))
-
-
-def _bench(args: argparse.Namespace) -> int:
-    if (args.model is None) == (args.synthetic is None):
-        raise KestrelError("bench: expected a model or --synthetic SHAPE, and not both")
-    if args.weights and args.model is not None:
-        raise KestrelError("--weights: only with --synthetic")
-    for name in ("depths", "widths", "prefill", "decode", "buffer") if args.speculation else ("workloads", "tokens", "every", "svg"):
-        if getattr(args, name) is not None:
-            raise KestrelError(f"--{name}: {'not' if args.speculation else 'only'} with --speculation")
-    if args.speculation:
-        return _boundary(args)
-    from .bench import Plan, bench, markdown
-
-    model = args.model or _synthetic(args)
-    given = {name: getattr(args, name) for name in ("threads", "depths", "widths", "samples", "prefill", "decode")}
-    plan = Plan(**{name: value for name, value in given.items() if value is not None})
-    if args.buffer is not None:
-        plan = plan._replace(buffer=args.buffer << 20)
-    results = bench(model, plan, args.kv_type, progress_bar("round", "bench", scale=False), _note)
-    if args.json:
-        for row in results:
-            _print_json(row)
-    else:
-        print(markdown(results))
-    return 0
-
-
-def _boundary(args: argparse.Namespace) -> int:
-    from .boundary import boundary, check_picture, draw_picture, markdown
-    from .workloads import builtin_workloads, every, read_workloads
-
-    if args.threads is not None and len(args.threads) > 1:
-        raise KestrelError(f"--threads: expected one number with --speculation, found {len(args.threads)}")
-    if args.svg is not None:
-        check_picture(args.svg)
-    workloads = every(read_workloads(args.workloads) if args.workloads is not None else builtin_workloads(), args.every or 1)
-    model = args.model or _synthetic(args)
-    results: List[Dict[str, Any]] = []
-    for row in boundary(model, workloads, args.tokens or 256, args.samples or (3 if args.workloads is None else 1), args.threads[0] if args.threads else None,
-                        args.kv_type, progress_bar("run", "speculation", scale=False), _note):
-        results.append(row)
-        if args.json:  # each as soon as it is known: the whole takes long
-            _print_json(row)
-            sys.stdout.flush()
-    if not args.json:
-        print(markdown(results))
-    if args.svg is not None:
-        draw_picture(results, args.svg)
-    return 0 if all(row["identical"] for row in results) else 1
-
-
 def _add_kv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("f16", "f32", "int8"), help="type of the cache (default: f16, f32 for f32 weights)")
 
@@ -379,31 +291,12 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_quality)
 
-    p = commands.add_parser("bench", help="read bandwidth, prefill, decode and the cost of a verify pass on this machine")
-    p.add_argument("model", nargs="?")
-    p.add_argument("--synthetic", metavar="SHAPE", help="instead of a model one made from a seed, kept in $KESTREL_CACHE: 135m, 0.5b, 1.5b, "
-                                                        "or LAYERSxHIDDENxMLPxHEADSxKV_HEADSxHEAD_DIMxVOCAB")
-    p.add_argument("--weights", choices=("int8", "int4", "f32"), help="with --synthetic, type of its weights (default: int8)")
-    p.add_argument("--threads", type=_positive, nargs="+", metavar="N", help="thread counts (default: the big cores that this process may use)")
-    p.add_argument("--depths", type=int, nargs="+", metavar="N", help="positions in the cache before (default: 0 512 2048)")
-    p.add_argument("--widths", type=_positive, nargs="+", metavar="N", help="rows of a verify pass (default: 1 2 3 4 5 8 16)")
-    p.add_argument("--samples", type=_positive, metavar="N", help="rounds (default: 5; with --speculation 3, with --workloads 1)")
-    p.add_argument("--prefill", type=_positive, metavar="N", help="tokens of a prefill (default: 512)")
-    p.add_argument("--decode", type=_positive, metavar="N", help="tokens of a decoding run (default: 32)")
-    p.add_argument("--buffer", type=_positive, metavar="MIB", help="size of the bandwidth probe's own buffer (default: 256)")
-    p.add_argument("--kv", "--kv-type", dest="kv_type", metavar="TYPE", help="type of the cache: f16, f32 or int8 (default: the model's)")
-    p.add_argument("--speculation", action="store_true", help="instead, where speculation pays: draft off, auto and fixed on eight kinds of text")
-    p.add_argument("--workloads", metavar="DIR", help="with --speculation, other prompts: *.jsonl in Spec-Bench's form (category, turns), or one such file")
-    p.add_argument("--tokens", type=_positive, metavar="N", help="with --speculation, most tokens of an answer (default: 256)")
-    p.add_argument("--every", type=_positive, metavar="N", help="with --speculation, every N-th prompt of each kind (default: 1, all)")
-    p.add_argument("--svg", metavar="FILE", help="with --speculation, a picture of it (needs matplotlib)")
-    p.add_argument("--json", action="store_true", help="one JSON object a measurement, one a line")
-    p.set_defaults(run=_bench)
+    _add_bench(commands)
     return parser
 
 
 def main(argv: Optional[List[str]] = None) -> NoReturn:
-    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input), 130 (interrupted)."""
+    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input), 3 (`bench --strict`: a spoiled row), 130 (interrupted)."""
     try:
         args = build_parser().parse_args(argv)
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # text is UTF-8 whatever the locale

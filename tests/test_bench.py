@@ -119,7 +119,7 @@ class Spy:
 
 def test_each_sample_is_the_pass_it_says(path, monkeypatch):
     spy = Spy(monkeypatch)
-    monkeypatch.setattr(bench_module._Runs, "warm_up", lambda *args: spy.passes.append("warm"))
+    monkeypatch.setattr(bench_module.Runs, "warm_up", lambda *args: spy.passes.append("warm"))
     bench(path, LONG)
     assert spy.passes[0] == (2, 0, 40, 1)  # the deepest cache
     assert spy.passes[1:3] == ["warm"] * 2
@@ -135,7 +135,7 @@ def test_warming_up_runs_everything_and_ends(path, monkeypatch):
     spy = Spy(monkeypatch)
     model = ForwardModel(path, threads=1)
     kv = model.new_kv(400)
-    bench_module._Runs(model).warm_up(kv, LONG, 300)
+    bench_module.Runs(model).warm_up(kv, LONG, 300)
     kinds = [p[2:] for p in spy.passes]
     assert kinds[:4] == [(CHUNK, 0), (300 - CHUNK, 1), (1, 1), (4, 4)]
     assert kinds[4:] == [(1, 1)] * len(kinds[4:]) and len(kinds[4:]) in range(3 * 3, 3 * 8 + 1, 3)
@@ -149,7 +149,7 @@ def test_every_cache_has_its_depth_before_and_after(path, monkeypatch):
     caches = list(spy.caches)
     assert sorted(kv.length for kv in caches) == [0, 7, 300]
     model = ForwardModel(path, threads=1, isa="portable")
-    runs = bench_module._Runs(model)
+    runs = bench_module.Runs(model)
     for kv in caches:
         own = model.new_kv(310)
         if kv.length:
@@ -189,13 +189,15 @@ def test_json_lines(tmp_path):
     path = str(tmp_path / "toy.kestrel")
     write_toy(path, config=dataclasses.replace(CONFIG, max_position_embeddings=128))
     done = kestrel("bench", path, "--json", "--threads", "2", "1", "2", "--depths", "33", "0", "120", "5000", "--widths", "4", "2", "--samples", "2",
-                   "--prefill", "12", "--decode", "3", "--buffer", "2")
+                   "--prefill", "12", "--decode", "3", "--buffer", "2", "--brief")
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(r["kind"], r["when"]) for r in lines if r not in lines[1:-2]] == [("telemetry", "before"), ("telemetry", "during"), ("telemetry", "after")]
+    rows = lines[1:-2]
     check_lines(rows, (1, 2), (0, 33, 120), (1, 2, 4), 2, 12, 3, prefill_depths=(0, 33))
     assert all(r["model"] == "toy.kestrel" for r in rows)
     assert {r["bytes"] for r in rows if r.get("of") == "buffer"} == {2 << 20}
-    notes = done.stderr.splitlines()
+    notes = [line for line in done.stderr.splitlines() if "left out" in line]
     assert len(notes) == 2
     assert notes[0].startswith("kestrel: prefill at depth 120: left out") and "128" in notes[0]
     assert notes[1].startswith("kestrel: depth 5000: left out")
@@ -246,10 +248,10 @@ def test_progress_counts_rounds(path):
 def test_synthetic_models_are_made_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("KESTREL_CACHE", str(tmp_path))
     args = ["bench", "--synthetic", "1x64x64x2x1x32x300", "--json", "--threads", "1", "--depths", "0", "--widths", "1", "--samples", "1", "--prefill", "4",
-            "--decode", "2", "--buffer", "1"]
+            "--decode", "2", "--buffer", "1", "--brief"]
     done = kestrel(*args)
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["bandwidth", "bandwidth", "prefill", "decode", "verify"]
+    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["telemetry", "bandwidth", "bandwidth", "prefill", "decode", "verify", "telemetry", "telemetry"]
     kept = list(tmp_path.iterdir())
     assert [p.suffix for p in kept] == [".kestrel"]
     before = kept[0].stat().st_mtime_ns
