@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each architecture against transformers' float32 results (tests/golden), against its own likely mistakes, and against itself."""
+"""Each architecture against transformers' float32 results (tests/golden), against its own likely mistakes, and against itself.
+
+Acceptance cases 11 (drafts past a window), 32 (rope scalings, either spelling), 33 (head_dim), 34 (biases, norms of heads, windows by layer).
+"""
 from __future__ import annotations
 
 import dataclasses

@@ -19,11 +19,12 @@ from kestrel.pack import PackedModel
 DIGESTS = {
     "tiny-tied": "970873dd2b6813e401d6fb9159df54af93a98493d44018ccacce04488aa7d538",
     "tiny-untied": "55b7a703f18f6198af34304f21b9d7f826f75b1edcd39007c6b92b15752084a1",
-    "tiny-llama3": "c52b3b7c4516cea481851e122bba818581c751f3be2439b14a94ceb273fa0922",
 }
-# The other architectures, calibrated with a short text (the emulated cores are slow).
+# Those with room for a long context, calibrated with a short text (the emulated cores are slow).
 TEXT = "Fold me: a text of some hundred tokens, longer than any window of these models. " * 4
 OTHER_DIGESTS = {
+    "tiny-llama3": "7e313bee812af4b1b4a8dbc809a4d45afbd15827035a758566f8e91e85191428",
+    "tiny-yarn": "c5bfff0825116c2011a34e3eb54304f21ce171435345fdc5520ebed697483d53",
     "tiny-biased": "b85b4ebb81b2f4bc78b642363335f3b15db7c798dbcb1583854d1bad0e8dc3fb",
     "tiny-mistral": "fd714272d8f8282b7a9898c738152c355ba4f1cd03f1c0b5480fcdf339e4cb65",
     "tiny-qwen2": "567ae82c0858c3b741bd91d6af348d9653ffd53ca24d13557de688b62c73383d",
