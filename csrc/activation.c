@@ -11,9 +11,6 @@ void kestrel_silu_multiply_portable(const float *gate, const float *up, int64_t 
     }
 }
 
-#define GELU_A -1.5957691216057308f
-#define GELU_B -0.07135481627260025f
-
 void kestrel_gelu_multiply_portable(const float *gate, const float *up, int64_t n, float *dst)
 {
     for (int64_t i = 0; i < n; i++) {

@@ -21,6 +21,7 @@ const kestrel_variant kestrel_menu[] = {
     ENTRY(matmul_int4, neon, ISA_NEON),
     ENTRY(norm, neon, ISA_NEON),
     ENTRY(silu_multiply, neon, ISA_NEON),
+    ENTRY(gelu_multiply, neon, ISA_NEON),
     ENTRY(attention_span, neon, ISA_NEON),
 #endif
 #ifdef KESTREL_HAVE_NEON_DOTPROD
@@ -38,6 +39,7 @@ const kestrel_variant kestrel_menu[] = {
     ENTRY(matmul_int4, avx2, ISA_AVX2),
     ENTRY(norm, avx2, ISA_AVX2),
     ENTRY(silu_multiply, avx2, ISA_AVX2),
+    ENTRY(gelu_multiply, avx2, ISA_AVX2),
     ENTRY(attention_span, avx2, ISA_AVX2),
 #endif
 #ifdef KESTREL_HAVE_AVX512

@@ -111,7 +111,9 @@ typedef void kestrel_silu_multiply_fn(const float *gate, const float *up, int64_
 /* gelu_multiply (GELU's tanh form, Hendrycks & Gimpel 2016, as GeGLU)
  * Computes  dst[i] = (g / (1 + expf_(g * fma(B, g * g, A)))) * u with kestrel_expf; A = -2 sqrt(2 / pi), B = 0.044715 A, each rounded to f32:
  *           0.5 (1 + tanh y) = 1 / (1 + exp(-2 y)) needs no tanh.
- * Exact     ORDERED.  Specials: as silu_multiply; g * g that overflows gives g, or g / exp(88) below 0.  In place on gate is allowed. Variant: portable (auto-vectorised). */
+ * Exact     ORDERED.  Specials: as silu_multiply; g * g that overflows gives g, or g / exp(88) below 0.  In place on gate is allowed. Variant: portable, neon, avx2. */
+#define GELU_A -1.5957691216057308f
+#define GELU_B -0.07135481627260025f
 typedef void kestrel_gelu_multiply_fn(const float *gate, const float *up, int64_t n, float *dst);
 
 /* attention: one span (SPAN keys at absolute positions [span * SPAN, ...)) for a tile of queries of one kv head.
@@ -201,7 +203,7 @@ kestrel_matmul_f32_fn kestrel_matmul_f32_portable;
 kestrel_norm_fn kestrel_norm_portable, kestrel_norm_neon, kestrel_norm_avx2;
 kestrel_rope_fn kestrel_rope_portable;
 kestrel_silu_multiply_fn kestrel_silu_multiply_portable, kestrel_silu_multiply_neon, kestrel_silu_multiply_avx2;
-kestrel_gelu_multiply_fn kestrel_gelu_multiply_portable;
+kestrel_gelu_multiply_fn kestrel_gelu_multiply_portable, kestrel_gelu_multiply_neon, kestrel_gelu_multiply_avx2;
 kestrel_attention_span_fn kestrel_attention_span_portable, kestrel_attention_span_neon, kestrel_attention_span_avx2, kestrel_attention_span_avx512;
 kestrel_attention_merge_fn kestrel_attention_merge_portable;
 kestrel_attention_finish_fn kestrel_attention_finish_portable;
