@@ -281,6 +281,24 @@ def test_a_plain_step_grows_dearer():
     assert planner.saved(4000) > 0
 
 
+DRIFTS = {"all twice as dear": lambda width, past: 2.0 if past >= 1000 else 1.0, "dearer bit by bit": lambda width, past: 1 + past / 4000,
+          "plain ones alone twice as dear": lambda width, past: 2.0 if width == 1 and past >= 1000 else 1.0,
+          "plain ones alone at half the price": lambda width, past: 0.5 if width == 1 and past >= 1000 else 1.0}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_drift_does_not_break_the_cap(drift):
+    """Every draft is wrong while prices change: within the cap, and at the end the ledger within B of what e allows."""
+    clock = Clock()
+    curve = costs_of(HOST)
+    planner = Planner(Drafted(clock, lambda most: Proposal([1] * most, "suffix", 9)), 32, StepCosts(), clock)
+    run = Run(planner, clock, lambda width, past: curve[width] * DRIFTS[drift](width, past), 2000, lambda proposed: 0)
+    assert run.total <= run.cap * (1 + 1e-9) and run.plain / run.total > 0.99
+    assert planner.ledger <= planner.allowance + LOSS * planner.elapsed + 1e-9
+    plain = run.widths(begin=1100).count(1)
+    assert plain < 20 if drift == "plain ones alone twice as dear" else plain > 500  # where a wide pass is the cheaper one, it is made
+
+
 def test_a_plain_step_grows_cheaper():
     """The machine is free again: drafts that paid before lose now. They were never refreshed by a miss, so a plain step is made for it."""
     clock = Clock()
