@@ -343,7 +343,8 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.hashsalt": "kestrel", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 6), layout="constrained")
+        figure = Figure(figsize=(9, 6))
+        figure.subplots_adjust(left=0.08, right=0.74, bottom=0.09, top=0.93)
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         points = [r for r in results if r["ratio"] is not None and r["tokens_per_forward"] is not None]
@@ -359,10 +360,17 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter("{x:g}")
         axes.autoscale(False)
-        height = 0.0  # names in a column beside the picture, as high as their marks where there is room: marks of like texts lie close together
-        for r in sorted(points, key=lambda r: r["ratio"]):
-            mark = r["tokens_per_forward"], r["ratio"]
-            height = max(height + 0.05, axes.transAxes.inverted().transform(axes.transData.transform(mark))[1])
+        # names in a column beside the picture, as high as their marks where there is room: marks of like texts lie close together
+        points.sort(key=lambda r: r["ratio"])
+        marks = [(r["tokens_per_forward"], r["ratio"]) for r in points]
+        heights: List[float] = []
+        for mark in marks:
+            heights.append(max(heights[-1] + 0.05 if heights else 0.0, axes.transAxes.inverted().transform(axes.transData.transform(mark))[1]))
+        top = 1.0
+        for i in reversed(range(len(points))):
+            heights[i] = min(heights[i], top)
+            top = heights[i] - 0.05
+        for r, mark, height in zip(points, marks, heights):
             axes.annotate(f"{r['workload']}{' (loops)' if r['loops'] else ''} {r['ratio']:.2f}", mark, xytext=(1.02, height), textcoords="axes fraction",
                           fontsize=8, verticalalignment="center", annotation_clip=False,
                           arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": "0.6", "shrinkA": 1, "shrinkB": 4})
