@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """int4 weights beside llama.cpp's Q4_0 of the same float weights: mean KL against the float model, weights alone and as each engine runs.
 
-    python board/compare_quality.py SOURCE.gguf [--folder DIR] [--seed N] [--json]
+    python board/compare_quality.py SOURCE.gguf [--folder DIR] [--text FILE] [--seed N] [--json]
 
 Needs the packages llama-cpp-python and gguf. SOURCE may lie on a 4-bit grid (small models are published so), on which a format of that
 grid would win for nothing: so the float reference is SOURCE's layers plus noise, uniform within half a step of a 4-bit grid with a
@@ -12,7 +12,7 @@ default mixture: the tied embedding gets more bits), int4 by `kestrel convert`. 
     weights only   both files' weights as float32, run by kestrel in float32: only their rounding differs
     as it runs     each engine on its own file: int8 activations and llama.cpp's arithmetic, or kestrel's, come on top
 
-Text: `kestrel quality`'s own. A pass of all its tokens in one context.
+Text: `kestrel quality`'s own, or FILE. All its tokens in one context.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kestrel import _native  # noqa: E402
 from kestrel.cores import default_threads  # noqa: E402
 from kestrel.convert import convert  # noqa: E402
 from kestrel.generate import Model  # noqa: E402
-from kestrel.pack import Matrix, PackedModel, Vector, write_packed  # noqa: E402
+from kestrel.pack import Matrix, PackedModel, write_packed  # noqa: E402
 from kestrel.quality import default_text, quality  # noqa: E402
 
 ROWS = 64
@@ -99,13 +99,13 @@ def widen(source: str, target: str) -> None:
     write_packed(target, p.config, "f32", p.source, p.calibration, text, lambda v: p.vector(v.name), blocks)  # type: ignore[arg-type]
 
 
-def llama_cpp_quality(path: str, reference: str) -> Dict[str, Any]:
+def llama_cpp_quality(path: str, reference: str, text: str) -> Dict[str, Any]:
     """As `kestrel quality`, of llama.cpp's logits."""
     import llama_cpp
 
     llama_cpp.llama_log_set(_quiet(), ctypes.c_void_p(0))
     p = Model.load(reference)
-    ids = p.encode(default_text())[:p.ctx]
+    ids = p.encode(text)[:p.ctx]
     model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = params.n_batch = len(ids)
@@ -135,9 +135,11 @@ def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("source")
     ap.add_argument("--folder", help="keep what is made here (about 2 GB for a model of 135M)")
+    ap.add_argument("--text", metavar="FILE")
     ap.add_argument("--seed", type=int, default=7)
     ap.add_argument("--json", action="store_true")
     a = ap.parse_args()
+    text = Path(a.text).read_text(encoding="utf-8") if a.text else default_text()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(a.folder or scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,10 +153,10 @@ def main() -> int:
                 make(at(name))
         rows: List[Dict[str, Any]] = []
         for what, weights, result in (
-                ("weights only", "Q4_0", lambda: quality(at("q4_0.kestrel"), at("float.kestrel"))),
-                ("weights only", "int4", lambda: quality(at("int4-f32.kestrel"), at("float.kestrel"))),
-                ("as it runs", "Q4_0", lambda: llama_cpp_quality(at("q4_0.gguf"), at("float.kestrel"))),
-                ("as it runs", "int4", lambda: quality(at("int4.kestrel"), at("float.kestrel")))):
+                ("weights only", "Q4_0", lambda: quality(at("q4_0.kestrel"), at("float.kestrel"), text)),
+                ("weights only", "int4", lambda: quality(at("int4-f32.kestrel"), at("float.kestrel"), text)),
+                ("as it runs", "Q4_0", lambda: llama_cpp_quality(at("q4_0.gguf"), at("float.kestrel"), text)),
+                ("as it runs", "int4", lambda: quality(at("int4.kestrel"), at("float.kestrel"), text))):
             rows.append({"what": what, "weights": weights, **result()})
             row = rows[-1]
             if a.json:

@@ -20,6 +20,7 @@ enum { PANEL = KESTREL_PANEL, GROUP = KESTREL_GROUP, KEY_BLOCK = KESTREL_KEY_BLO
  *   f32:  float [kp][8 rows].
  * Group 64: with the fold at conversion (kestrel/calibration.py) mean KL 0.0044 on SmolLM2-135M, where group 32 gives 0.0030 with
  * it and 0.0048 without; 2.7 % fewer bytes a token and half the scale work. alpha 0.65 instead of 0.5 in the fold: 0.0048.
+ * int4 keeps group 64 (4.25 bits; llama.cpp's Q4_0 has 4.5): what decides is the rounding, round_int4.c has the numbers.
  * Scales come first so that a panel is read strictly forwards. int8 values lie in [-127, 127]: never -128 (two products of
  * -128 x -128 overflow the 16-bit sums of the Armv8.0 and AVX2 paths). Four-byte k serves sdot by lane, smull/smlal, vpmaddubsw
  * and vpdpbusd without any pairwise add; smmla zips two vectors (measured: see quantize_rows and the commit of each variant). */

@@ -38,7 +38,7 @@ INLINE void pair(const uint8_t *panel, int64_t bytes, const kestrel_lhs *lhs, in
 #pragma GCC unroll 1
     for (int64_t g = 0; g < groups; g++, w0 += GROUP * PANEL / halves, w1 += GROUP * PANEL / halves) {
         __m512i sum[TILE];
-        for (int i = 0; i < m; i++) sum[i] = _mm512_srai_epi32(_mm512_set1_epi32(start[i * groups + g]), type == KESTREL_INT4 ? 4 : 0);
+        for (int i = 0; i < m; i++) sum[i] = _mm512_set1_epi32(start[i * groups + g] / (type == KESTREL_INT4 ? 16 : 1));
 #pragma GCC unroll 16
         for (int c = 0; c < GROUP / 4 / halves; c++) {
             if (c % 2 == 0) {
@@ -75,7 +75,7 @@ INLINE void single(const uint8_t *panel, const kestrel_lhs *lhs, int64_t row, fl
 #pragma GCC unroll 1
     for (int64_t g = 0; g < groups; g++, w0 += GROUP * PANEL / halves) {
         __m256i sum[TILE];
-        for (int i = 0; i < m; i++) sum[i] = _mm256_srai_epi32(_mm256_set1_epi32(start[i * groups + g]), type == KESTREL_INT4 ? 4 : 0);
+        for (int i = 0; i < m; i++) sum[i] = _mm256_set1_epi32(start[i * groups + g] / (type == KESTREL_INT4 ? 16 : 1));
 #pragma GCC unroll 16
         for (int c = 0; c < GROUP / 4 / halves; c++) {
             if (c % 2 == 0) _mm_prefetch((const char *)w0 + c * 32 + AHEAD, _MM_HINT_T0);

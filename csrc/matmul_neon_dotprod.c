@@ -34,6 +34,7 @@ INLINE void load_sums(int32x4_t c[2], const int32_t (*bits)[8])
 {
     __asm__ volatile("ldp %q0, %q1, %2" : "=w"(c[0]), "=w"(c[1]) : "Q"(*bits));
 }
+INLINE int64_t group_bytes(int32_t type) { return type == KESTREL_INT4 ? GROUP * PANEL / 2 : GROUP * PANEL; }
 /* 8 k of 8 rows of int4, times 16: low takes the first 4 k, high, which comes in as the bytes, the next. */
 INLINE void split(int8x16_t low[2], int8x16_t high[2], int8x16_t mask)
 {
@@ -72,7 +73,7 @@ INLINE void tile(const uint8_t *panel, const kestrel_lhs *lhs, int64_t row, floa
     /* hot loop: one group: exact sums of 8 rows for all tokens, then one fma each */
     for (int64_t g = 0; g < groups; g++) {
         UNROLL
-        for (int j = 0; j < (type == KESTREL_INT4 ? GROUP * PANEL / 2 : GROUP * PANEL); j += 64) __builtin_prefetch(w + AHEAD + j);
+        for (int j = 0; j < group_bytes(type); j += 64) __builtin_prefetch(w + AHEAD + j);
         int32x4_t c[TILE][2];
         int8x16_t v[TILE], a[2], b[2];
         UNROLL

@@ -3,7 +3,11 @@
  * Per group and row the scale is searched: for a few fractions of the largest weight, round, take the least-squares scale of those
  * integers, keep the one of least error; every column's error counts with its input's mean square. Then columns are rounded one
  * after another and each error is spread over the columns still to come, as the inputs' second moments say (GPTQ, Frantar et al.
- * 2022, after OBS), within blocks of FEEDBACK columns. Every sum has one order (columns ascending, lanes = rows of a panel). */
+ * 2022, after OBS), within blocks of FEEDBACK columns. Every sum has one order (columns ascending, lanes = rows of a panel).
+ *
+ * Mean KL of SmolLM2-135M's dithered weights, only their rounding (board/compare_quality.py): this 0.216, Q4_0 0.416. A prototype in
+ * numpy with another seed, Q4_0 0.478: absmax / 7 by 32 0.667; scale of least plain error by 32 0.522; of least weighted error by 32
+ * 0.272, by 64 0.355; Q4_0's own rounding with the fold 0.313. */
 #include "round_int4.h"
 #include "exp.h"
 #include "half.h"
@@ -15,7 +19,8 @@ enum { DIVISORS = sizeof divisors / sizeof *divisors };
 
 static inline float nearest(float x)
 {
-    x = x > 7.0f ? 7.0f : x < -8.0f ? -8.0f : x;
+    x = x > -8.0f ? x : -8.0f; /* two selections, so that the loops over rows are vectorised */
+    x = x < 7.0f ? x : 7.0f;
     return (x + ROUND_MAGIC) - ROUND_MAGIC; /* half to even */
 }
 
@@ -71,8 +76,11 @@ void kestrel_round_int4(float *w, int64_t kp, const float *importance, const flo
             if (!feedback) continue;
             const int64_t end = round_up(j + 1, FEEDBACK) < kp ? round_up(j + 1, FEEDBACK) : kp;
             const float *factor = feedback + j * FEEDBACK - j / FEEDBACK * FEEDBACK;
-            for (int64_t t = j + 1; t < end; t++)
-                for (int r = 0; r < PANEL; r++) w[t * PANEL + r] = fmaf(-error[r], factor[t], w[t * PANEL + r]);
+            for (int64_t t = j + 1; t < end; t++) {
+                const float f = factor[t];
+#pragma GCC unroll 1 /* unrolled, gcc does not vectorise it */
+                for (int r = 0; r < PANEL; r++) w[t * PANEL + r] = fmaf(-error[r], f, w[t * PANEL + r]);
+            }
         }
     }
 }

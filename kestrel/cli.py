@@ -234,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("source")
     p.add_argument("destination")
     p.add_argument("--weights", default="int8", choices=("int8", "int4", "f32"))
-    p.add_argument("--calibrate", metavar="FILE|off", help="text for the activation-aware fold of int8 weights (default: a built-in one)")
+    p.add_argument("--calibrate", metavar="FILE|off", help="text for the activation-aware fold of int8 and int4 weights, and int4's rounding (default: a built-in one)")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=_convert)
 

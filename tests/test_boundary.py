@@ -351,7 +351,7 @@ def test_lines_of_the_program(path, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (("--tokens", "5"), "--tokens: only with --speculation"), (("--every", "2"), "--every: only with"), (("--svg", "x.svg"), "--svg: only with"), (("--workloads", "x"), "--workloads: only with"),
+    (("--tokens", "5"), "--tokens: only with --speculation"), (("--weights", "int4"), "--weights: only with --synthetic"), (("--every", "2"), "--every: only with"), (("--svg", "x.svg"), "--svg: only with"), (("--workloads", "x"), "--workloads: only with"),
     (("--speculation", "--depths", "0"), "--depths: not with --speculation"), (("--speculation", "--buffer", "1"), "--buffer: not with"),
     (("--speculation", "--threads", "1", "2"), "--threads: expected one number"), (("--speculation", "--workloads", "{tmp}"), "expected *.jsonl files"),
     (("--speculation", "--workloads", "{tmp}/missing"), "missing"), (("--speculation", "--workloads", ""), "No such file"),
