@@ -13,7 +13,7 @@
 #include <stdatomic.h>
 
 enum {
-    TASK_BYTES = 16384, /* of a matmul's weights: about a microsecond's reading, so that all threads end together */
+    TASK_BYTES = 16384, /* of a matmul's weights: about a microsecond's reading, so that all threads end together; 32 KB: 1.03 of the time */
     MOST_TASKS = 65000
 };
 

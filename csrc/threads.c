@@ -18,7 +18,9 @@
 #endif
 
 enum { STACK_BYTES = 1 << 20, SPINS = 4000, YIELD_EVERY = 256, LINE = 64 }; /* musl's default stack is 128 KB */
-enum { AHEAD_BYTES = 32768, AHEAD_STEP = 4 * LINE }; /* what an idle worker fetches: about what it reads while one row is normed and quantised */
+/* What an idle worker fetches: about what it reads while one row is normed and quantised. Decode at 2 threads took 1.01 to 1.02 of the time with 1 KB,
+ * 1.05 with 64 KB. */
+enum { AHEAD_BYTES = 32768, AHEAD_STEP = 4 * LINE };
 
 struct kestrel_pool {
     _Alignas(LINE) atomic_int_fast32_t done;
