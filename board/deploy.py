@@ -295,6 +295,8 @@ def main() -> int:
         say("info", text.strip().splitlines()[-1].strip())
         say("check", "kestrel check" + (" --quick" if a.quick else ", some minutes"))
         _, text = board.run(f"{kestrel} check {packed} --json" + (" --quick" if a.quick else ""), "kestrel check", show=True, accept=(0, 1))
+        if not text.strip().startswith("{"):
+            refuse(f"kestrel check on {a.host} ended without a result: its last words are above")
         check = json.loads(text.strip().splitlines()[-1])
         say("check", f"{check['cells']} cells in {check['seconds']} s, {'all equal' if check['passed'] else 'NOT EQUAL'}; golden "
                      + "; ".join(f"{name} {digest[:16]} ({check['golden_verdict'][name]})" for name, digest in check["golden"].items()))

@@ -170,6 +170,12 @@ def test_answers_that_differ_are_exit_code_1_and_come_back(deploy, fake, capfd, 
     assert code == 1 and "NOT EQUAL" in err and "NOT EQUAL" in open(out.split()[1]).read()
 
 
+def test_a_check_that_crashed_is_no_verdict(deploy, fake, capfd, monkeypatch):
+    executable(fake.root / "kestrel", "#!/bin/sh\n[ $1 = info ] && echo here && exit 0\necho Traceback >&2; exit 1\n")
+    code, out, err = run(deploy, fake, capfd, monkeypatch)
+    assert code == 2 and out == "" and "Traceback" in err and err.strip().splitlines()[-1].startswith("deploy: kestrel check on pi@board ended without a result")
+
+
 @pytest.mark.parametrize("facts, said", [
     ({"machine": "armv7l", "bits": 32}, "runs a 32-bit Python (armv7l)"), ({"bits": 32}, "runs a 32-bit Python (aarch64)"),
     ({"machine": "riscv64"}, "is riscv64, expected aarch64"), ({"python": [3, 7, 3]}, "has Python 3.7.3, expected 3.9 or newer"),
