@@ -171,6 +171,7 @@ def _read_json(path: str) -> Dict[str, Any]:
             raise KestrelError(f"{path}: expected a small JSON file, found {size} bytes")
         try:
             value = json.loads(file.read().decode("utf-8"))
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # JSON can write half a character (a lone surrogate), which is no text
         except (ValueError, RecursionError) as error:
             raise KestrelError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):

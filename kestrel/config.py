@@ -6,7 +6,7 @@ import json
 import math
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .architecture import ARCHITECTURES, Architecture, TensorSpec
 from .errors import KestrelError
@@ -23,6 +23,14 @@ class Tensor(NamedTuple):
     gguf: str
     shape: Tuple[int, ...]
     packed: str
+
+
+def _turn_ends(fields: Mapping[str, Any]) -> List[int]:
+    """Ids of the control tokens that end a turn by their name: GGUF files of Gemma, Phi-3 and others name only the end of a text, and llama.cpp knows these too."""
+    tokens, types = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return []
+    return [i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == 3 and token in ("<end_of_turn>", "<|end|>", "<|eot_id|>", "<|im_end|>")]
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class ModelConfig:
             values["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
         # llama.cpp ends a reply at any of the three
         ends = (fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-        values["eos_token_id"] = [i for i in ends if i is not None]
+        values["eos_token_id"] = [i for i in ends if i is not None] + _turn_ends(fields)
         old = fields.get(f"{name}.rope.scale_linear", 0)  # 2023's spelling
         scaling = fields.get(f"{name}.rope.scaling.type", "linear" if old else "none")
         if scaling != "none":

@@ -2,6 +2,8 @@
 """The one exception for everything that came from outside and is not as it must be."""
 from __future__ import annotations
 
+_LONGEST = 1000  # characters of a message
+
 
 class KestrelError(Exception):
     """A file, an argument or a request can't be served.
@@ -11,5 +13,6 @@ class KestrelError(Exception):
     """
 
     def __init__(self, message: str):
-        # A message quotes foreign text (a key, a template's own words): newlines in it must not make two lines.
-        super().__init__(" ".join(str(message).split()))
+        # A message quotes foreign text (a key, a template's own words): newlines in it must not make two lines, nor escapes move a terminal's cursor.
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(message).split()))
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST - 250]} ... {line[-240:]}")

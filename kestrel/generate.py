@@ -266,7 +266,10 @@ class Model(ForwardModel):
         self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size, prefill_threads=prefill_threads)
         self.tokenizer, self.chunk, self.costs = tokenizer, chunk, StepCosts()
         template = packed.text("chat_template")
-        self.chat_template = template.decode() if template is not None else None
+        try:
+            self.chat_template = template.decode() if template is not None else None
+        except UnicodeDecodeError as error:
+            raise KestrelError(f"{packed.path}: chat_template: not UTF-8 at byte {error.start}") from None
         limit = self.config.max_position_embeddings
         if ctx is not None and not 1 <= ctx <= limit:
             raise KestrelError(f"ctx: expected 1 to {limit} (the model's), found {ctx}")

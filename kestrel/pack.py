@@ -247,10 +247,10 @@ class PackedModel:
 
     def _check(self, weights: Dict[str, Any]) -> None:
         table = {m.name: m for m in matrices(self.config)}
-        kinds = {w.get("type") if isinstance(w, dict) else None for w in weights.values()}
+        kinds = {str(w.get("type")) if isinstance(w, dict) else "" for w in weights.values()}
         of_model = [t for t in WEIGHT_TYPES if kinds == {stored_type(name, t) for name in table}]
         if not of_model:
-            raise KestrelError(f"{self.path}: weights: expected those of one type of {', '.join(WEIGHT_TYPES)}, found {sorted(map(str, kinds))}")
+            raise KestrelError(f"{self.path}: weights: expected those of one type of {', '.join(WEIGHT_TYPES)}, found {sorted(kinds)}")
         self.weight_type: str = of_model[0]
         expected: Dict[str, Tuple[str, int]] = {}
         for name, m in table.items():

@@ -75,6 +75,10 @@ class Tokenizer:
 
     def __init__(self, tokenizer_json: bytes, tokenizer_config: Mapping[str, Any], file: str):
         self._library = _load(tokenizer_json, file)
+        try:
+            json.dumps(tokenizer_config, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise KestrelError(f"{file}: tokenizer_config: not valid Unicode: a lone surrogate") from None
         self._lock = threading.Lock()  # around `encode_special_tokens`, a switch on the shared object
         decoder = self._library.decoder
         self._decoding = _decoding(json.loads(decoder.__getstate__()) if decoder is not None else None, file)

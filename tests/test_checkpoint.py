@@ -635,3 +635,19 @@ def test_real_gguf(real_gguf):
     assert c.chat_template.startswith("{% for message in messages %}")
     q = c.tensor("model.layers.29.self_attn.q_proj.weight")
     assert q.shape == (576, 576) and np.array_equal(c.rows("model.layers.29.self_attn.q_proj.weight", 70, 71), q[70:71])
+
+
+@pytest.mark.native_only
+def test_real_gemma_gguf_types(gemma_gguf):
+    """Gemma 3 270M, Q4_K_M: one tensor of each type it holds, against the gguf package's own reader (its offsets, its dequantisation)."""
+    import gguf
+
+    c = Checkpoint.open(str(gemma_gguf))
+    by_gguf = {t.gguf: name for name, t in c.config.tensors().items()}
+    seen = {}
+    for t in gguf.GGUFReader(str(gemma_gguf)).tensors:
+        if seen.setdefault(t.tensor_type.name, t.name) == t.name:
+            rows = min(len(t.data), 40)
+            expected = gguf.quants.dequantize(t.data[:rows], t.tensor_type).reshape((rows,) + c.expected_shapes()[by_gguf[t.name]][1:])
+            assert np.array_equal(c.rows(by_gguf[t.name], 0, rows), expected), t.name
+    assert set(seen) == {"F32", "Q8_0", "Q5_0", "Q4_K", "Q6_K"}

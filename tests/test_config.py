@@ -236,3 +236,11 @@ def test_gguf_gives_the_same_config():
 def test_gguf_refused_by_its_own_key(keys, words):
     with pytest.raises(KestrelError, match=words.replace(".", r"\.")):
         ModelConfig.from_gguf({**GGUF, **keys}, tied=True, file="model.gguf")
+
+
+def test_turn_ends_that_a_gguf_file_does_not_name():
+    """Gemma's file gives <eos> alone; a turn ends with <end_of_turn>, a control token of its vocabulary. The same characters as an ordinary token end nothing."""
+    fields = {**GGUF, "tokenizer.ggml.tokens": ["a", "<eos>", "b", "<end_of_turn>", "<|end|>"], "tokenizer.ggml.token_type": [1, 3, 1, 3, 1], "tokenizer.ggml.eos_token_id": 1}
+    fields = {k: v for k, v in fields.items() if k not in ("llama.vocab_size", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")}
+    fields["tokenizer.ggml.bos_token_id"] = 0
+    assert ModelConfig.from_gguf(fields, True).eos_token_ids == (1, 3)
