@@ -17,7 +17,7 @@
 /* cffi: begin */
 
 enum kestrel_version {
-    KESTREL_ABI = 6,              /* rises with any change of this header's layout */
+    KESTREL_ABI = 7,              /* rises with any change of this header's layout */
     KESTREL_NUMERICS_VERSION = 1, /* rises whenever any output bit may change */
     KESTREL_FORMAT_VERSION = 1,   /* of the packed file */
     KESTREL_PANEL = 8,            /* output rows of one weight panel */
@@ -166,6 +166,9 @@ const char *kestrel_isa_name(int32_t i);
 const char *kestrel_variant_name(const char *isa, const char *op);
 /* The i-th op's name; NULL past the end. */
 const char *kestrel_op_name(int32_t i);
+/* One number for all that `op` gives under `isa` (NULL: the best here) for inputs made from a counter: the same on every machine and for every
+ * instruction set. KESTREL_E_ARGUMENT: unknown op. */
+int32_t kestrel_self_test(const char *isa, const char *op, uint64_t *digest);
 
 /* --- packing: rows -> panels and back ----------------------------------------------------------------------- */
 

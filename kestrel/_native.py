@@ -19,7 +19,7 @@ except ImportError:
     raise ImportError("kestrel is not built here: `pip install .`, or `python3 csrc/build.py` in a source tree") from None
 
 _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "libkestrel.so")
-_ABI = 6
+_ABI = 7
 
 
 def _check_cpu() -> None:
@@ -97,6 +97,16 @@ def variants(isa: str) -> Dict[str, str]:
         if op == ffi.NULL:
             return table
         table[ffi.string(op).decode()] = ffi.string(lib.kestrel_variant_name(isa.encode(), op)).decode()
+
+
+def self_test(isa: str) -> Dict[str, str]:
+    """{op: digest, 16 hexadecimal digits} of what each op gives under `isa` for inputs made from a counter."""
+    digests = {}
+    for op in variants(isa):
+        out = ffi.new("uint64_t *")
+        check(lib.kestrel_self_test(isa.encode(), op.encode(), out), f"self-test of {op}")
+        digests[op] = f"{out[0]:016x}"
+    return digests
 
 
 def layout() -> List[int]:

