@@ -8,8 +8,9 @@
 #     PAGE   size of a page: 4096 (default), 16384 (Pi 5), 65536
 #     WHAT   suite (default): the test files that say something about ARM, then kestrel check; kernels: the kernels' tests, then kestrel check;
 #            check: kestrel check alone
-#   default: what continuous integration runs. The suite on one core, the kernels' tests on each, and between them every build and every page size.
-#   --all: every build on every core with every page size, suites and the check's full product: for a night.
+#   default: what continuous integration runs. The suite on one core, the kernels' tests on each, and between them every build and every page size;
+#            then the counts of executed instructions against the recorded ones (icount.json).
+#   --all: every build on every core with every page size, suites, the check's full product, the kernel harness under AddressSanitizer: for a night.
 #   KESTREL_ARM_PYTHON: folder of the emulated Python (default build/arm_python; made there when missing)
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -31,7 +32,9 @@ while [ $# -gt 0 ]; do
     *) runs+=("$1"); shift ;;
   esac
 done
+counted=no
 if [ ${#runs[@]} -eq 0 ]; then   # the long one first
+  counted=yes
   runs=(cortex-a76:gcc:4096:suite cortex-a72:gcc:4096:kernels i8mm:gcc:4096:kernels cortex-a53:zig:4096:check cortex-a76:zig:16384:check i8mm:zig:65536:check
         cortex-a72:gcc:65536:check cortex-a53:musl)
 fi
@@ -100,6 +103,14 @@ for i in "${!pids[@]}"; do
     done
   fi
 done
+if [ $counted = yes ]; then
+  "$python" cross/icount_step.py --gate > "$logs/icount.log" 2>&1 || failed=1
+  sed 's/^/emulated, counted: /' "$logs/icount.log"
+fi
+if [ $strength = --full ]; then
+  PYTHON=$python bash cross/asan.sh > "$logs/asan.log" 2>&1 || { failed=1; tail -60 "$logs/asan.log"; }
+  echo "emulated i8mm, gcc, AddressSanitizer; kernel harness: $(tail -1 "$logs/asan.log")"
+fi
 digests=$(for name in "${names[@]}"; do sed -n 's/^golden toy: *\([0-9a-f]*\).*/\1/p' "$logs/$name.check.log" 2> /dev/null; done)
 different=$(sort -u <<< "$digests" | grep -c .)
 echo "emulated: ${#runs[@]} runs, $(grep -c . <<< "$digests") of them with a golden digest, $different different"
