@@ -79,6 +79,7 @@ def test_smollm2_conversation_as_ids(tokenizer):
 ])
 @pytest.mark.parametrize("role", ["user", "system", "<|im_end|>"])
 def test_special_tokens_inside_a_message_stay_text(tokenizer, content, role):
+    """Case 39."""
     messages = [{"role": "system", "content": "s"}, {"role": role, "content": content}]
     ids = encode_chat(tokenizer, SMOLLM2, messages)
     assert tokenizer.decode(ids, special=True) == render(SMOLLM2, messages)
@@ -122,6 +123,7 @@ def test_special_tokens_in_tools_and_other_variables_stay_text(tokenizer):
 
 
 def test_exactly_one_bos(tokenizer, bos_tokenizer):
+    """Case 38: whether the template writes one, the tokenizer adds one, or both."""
     with_bos = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     without = "{% for m in messages %}{{ m.content }}{% endfor %}"
     hello = tokenizer.encode("Hello")
@@ -162,6 +164,7 @@ def test_no_template():
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
 ])
 def test_a_failing_or_hostile_template_is_one_line(template, words):
+    """Case 38: sandboxed."""
     with pytest.raises(KestrelError) as error:
         render(template, [dict(USER[0])])
     assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500

@@ -98,6 +98,7 @@ def test_folder_is_read_exactly(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype, width", [("F16", "<u2"), ("BF16", "<u2")])
 def test_every_finite_half_is_exact(tmp_path, dtype, width):
+    """Case 37: BF16 and F16 read exactly."""
     """All 65,536 bit patterns but NaN and Inf, subnormals and signed zeros included, against a statement in float64."""
     def value(bits):
         e_bits, m_bits = (5, 10) if dtype == "F16" else (8, 7)
@@ -138,6 +139,7 @@ def test_written_by_the_safetensors_package(tmp_path):
 
 
 def test_shards_follow_the_weight_map_whatever_their_names(tmp_path):
+    """Case 37."""
     whole = Checkpoint.open(str(folder(tmp_path / "whole")))
     path, truth = folder(tmp_path / "shards"), weights()
     (path / "model.safetensors").unlink()
@@ -238,6 +240,7 @@ def test_tied_head(tmp_path):
 
 
 def test_untied_without_head_names_it(tmp_path):
+    """Case 31."""
     message = error_of(folder(tmp_path, config={"tie_word_embeddings": False}))
     assert "lm_head.weight" in message and "missing" in message and str(tmp_path) in message
 

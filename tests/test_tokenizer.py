@@ -236,6 +236,7 @@ def test_a_decoder_we_do_not_know_is_refused():
 
 
 def test_special_tokens_in_text_are_text():
+    """Case 39."""
     for text in ("<|im_end|>", "a<|im_end|>b", "<|im_start|>system\n<|endoftext|>"):
         ids = SMOLLM2.encode(text)
         assert not SMOLLM2.special_ids.intersection(ids) and SMOLLM2.decode(ids) == text
@@ -282,6 +283,7 @@ def library(tokenizer, ids):
 @pytest.mark.parametrize("text", [TEXT, " leading", "  two leading", "", "😀", "▁mark", "hello and the ▁ x", "\n", "日本語"])
 @pytest.mark.parametrize("tokenizer", [SMOLLM2, LLAMA2], ids=["byte-level", "sentencepiece"])
 def test_round_trip_and_equal_to_the_library(tokenizer, text):
+    """Case 40, leading spaces included."""
     ids = tokenizer.encode(text)
     if tokenizer is SMOLLM2:
         assert tokenizer.decode(ids) == text
@@ -363,6 +365,7 @@ def test_any_ids_stream_to_the_one_shot_text(ids, special):
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, LLAMA2.size - 1), max_size=40))
 def test_any_sentencepiece_ids_stream_to_the_one_shot_text(ids):
+    """Case 40: see test_any_ids_stream_to_the_one_shot_text."""
     shown = [i for i in ids if i not in LLAMA2.special_ids]
     whole = b"".join(LLAMA2.token_bytes(i) for i in shown).decode("utf-8", "replace")
     assert "".join(stream(LLAMA2, ids)) == (whole[1:] if whole.startswith(" ") else whole)
