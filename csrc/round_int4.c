@@ -5,10 +5,9 @@
  * after another and each error is spread over the columns still to come, as the inputs' second moments say (GPTQ, Frantar et al.
  * 2022, after OBS), within blocks of FEEDBACK columns. Every sum has one order (columns ascending, lanes = rows of a panel).
  *
- * Mean KL of SmolLM2-135M's dithered weights, only their rounding (board/compare_quality.py): this 0.216, Q4_0 0.416; Gemma 3 270M's 0.233, 0.344. As it runs 0.219, without
- * the feedback 0.242. A prototype in
- * numpy with another seed, Q4_0 0.478: absmax / 7 by 32 0.667; scale of least plain error by 32 0.522; of least weighted error by 32
- * 0.272, by 64 0.355; Q4_0's own rounding with the fold 0.313. */
+ * Mean KL, only the weights' rounding (board/compare_quality.py): SmolLM2-135M's dithered weights 0.216, Q4_0 0.416; Gemma 3 270M's 0.233
+ * and 0.344. SmolLM2 as it runs 0.219, without the feedback 0.242. A prototype in numpy with another seed, Q4_0 0.478: absmax / 7 by 32
+ * 0.667; scale of least plain error by 32 0.522; of least weighted error by 32 0.272, by 64 0.355; Q4_0's rounding with the fold 0.313. */
 #include "round_int4.h"
 #include "exp.h"
 #include "half.h"
