@@ -246,6 +246,7 @@ def main() -> int:
     ap.add_argument("host", metavar="HOST")
     ap.add_argument("--model", type=Path, help="a packed model (default: SmolLM2-135M-Instruct, int8)")
     ap.add_argument("--quick", action="store_true", help="fewer cells and samples: a first look, no figures to quote")
+    ap.add_argument("--install-only", action="store_true", help="no check, no bench")
     ap.add_argument("--folder", default="~/kestrel", help="where on the board (default ~/kestrel)")
     ap.add_argument("--results", type=Path, default=ROOT / "board" / "results")
     ap.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
@@ -293,6 +294,8 @@ def main() -> int:
         kestrel, packed = f"cd {place} && venv/bin/kestrel", shlex.quote(f"models/{model.name}")
         _, text = board.run(f"{kestrel} info {packed}", "kestrel info", show=True)
         say("info", text.strip().splitlines()[-1].strip())
+        if a.install_only:
+            return 0
         say("check", "kestrel check" + (" --quick" if a.quick else ", some minutes"))
         _, text = board.run(f"{kestrel} check {packed} --json" + (" --quick" if a.quick else ""), "kestrel check", show=True, accept=(0, 1))
         if not text.strip().startswith("{"):

@@ -28,7 +28,7 @@ begin=$SECONDS
 "$python" board/deploy.py board --ssh-config "$dir/ssh_config" --model "$model" --results "$dir/results" --quick > "$dir/paths"
 echo "deploy_vm.sh: the first run took $((SECONDS - begin)) s"
 begin=$SECONDS
-"$python" board/deploy.py board --ssh-config "$dir/ssh_config" --model "$model" --results "$dir/results" --quick > "$dir/paths" 2> "$dir/second.log" || { cat "$dir/second.log"; exit 1; }
+"$python" board/deploy.py board --ssh-config "$dir/ssh_config" --model "$model" --install-only 2> "$dir/second.log" || { cat "$dir/second.log"; exit 1; }
 if ! grep -q 'up to date' "$dir/second.log" || grep -q '^copy .* MiB' "$dir/second.log"; then cat "$dir/second.log"; echo "deploy_vm.sh: the second run did something twice"; exit 1; fi
 echo "deploy_vm.sh: the second run, with nothing to copy or install, took $((SECONDS - begin)) s"
 # what was left on the board, and that nothing of it is root's
