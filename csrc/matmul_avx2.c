@@ -4,7 +4,12 @@
  * Four vector instructions and one broadcast load for 32 MACs: 21 to 23 MAC/cycle on Zen 3 before the scales, 19.5 with them (8 rows, group 32).
  * Rejected, MAC/cycle of the tile at 4 / 8 rows where this one has 18.5 / 19.5: weights widened to int16 and two vpmaddwd, 17.5 / 18.3;
  * x xor w's sign with the correction counted once a panel, 19.8 / 20.8 but a pass over the panel more (pays from 64 rows on);
- * x xor sign minus sign instead of vpsignb, 21.9 against 23.4 in the bare loop; all of a group unrolled, 18.1 / 18.8 (spills). */
+ * x xor sign minus sign instead of vpsignb, 21.9 against 23.4 in the bare loop; all of a group unrolled, 18.1 / 18.8 (spills).
+ * vpsignb contends with the multiplies for their two pipes: 0.93 cycles for vpsignb and vpmaddubsw, 1.08 for the three without it, ideal 1.0.
+ * In GMAC/s at 4 / 8 rows where this one has 62 / 67: that xor with the correction within the tile, 61 / 66 (were it free: 67 / 73); two panels
+ * of at most 5 rows, 67 / 67, but 0.8 to 0.9 of this one with the weights in DRAM and both cores at work. Cycles for 32 MACs in the bare loop
+ * where this one has 1.35 to 1.40: x splatted beforehand, 1.35; two vpmaddwd of two panels, all widened beforehand, 1.30; carries of a 16-bit
+ * sum by vpavgw, one instruction for vpmaddwd's, 1.78. */
 #include "kernels.h"
 #include <immintrin.h>
 #include <string.h>
@@ -40,6 +45,7 @@ static inline __attribute__((always_inline)) void tile(const uint8_t *panel, con
                     memcpy(&four, x[i] + g * GROUP + h * 4, 4);
                     const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(_mm256_set1_epi32(four), v));
                     sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, ones));
+                    __asm__("" : "+x"(sum[i])); /* in this order: gcc would add the products of both h first, and spill sums */
                 }
             }
         }

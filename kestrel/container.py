@@ -30,6 +30,12 @@ class TensorEntry(NamedTuple):
     end: int
 
 
+def _read_ahead(file: BinaryIO, on: bool) -> None:
+    """Off while a beginning is read: the small pages of readahead would stand where a mapping could have huge ones."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL if on else os.POSIX_FADV_RANDOM)
+
+
 def open_file(path: str) -> Tuple[BinaryIO, int]:
     """(binary file, size in bytes), or KestrelError: missing, unreadable, empty, or a Git-LFS pointer."""
     try:
@@ -39,8 +45,10 @@ def open_file(path: str) -> Tuple[BinaryIO, int]:
     except OSError as error:
         raise KestrelError(f"{path}: {error.strerror or error}") from None
     size = os.fstat(file.fileno()).st_size
+    _read_ahead(file, False)
     start = file.read(24)
     file.seek(0)
+    _read_ahead(file, True)
     reason = None
     if not start:
         reason = "the file is empty"
@@ -67,6 +75,7 @@ def read_safetensors_header(path: str) -> Tuple[Dict[str, TensorEntry], Dict[str
     """
     file, size = open_file(path)
     with file:
+        _read_ahead(file, False)
         if size < 8:
             raise KestrelError(f"{path}: expected at least 8 bytes, found {size}")
         length = int.from_bytes(file.read(8), "little")
