@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a core's scheduling model says of a kernel's hot loop: cycles per 64 int8 MACs and share of the model's peak.
 
-    python3 cross/mca.py csrc/matmul_neon_dotprod.c FUNCTION [--core n1] [--show] [-- further compiler arguments]
+    python3 cross/mca.py csrc/matmul_neon_dotprod.c FUNCTION [--core n1] [--loops] [--show] [-- further compiler arguments]
 
 The unit is compiled with the flags csrc/build.py gives it. Cores: a53 a55 a72 n1 (also for A76, A78: Pi 5, RK3588, Orin)
-n2 v2. Of FUNCTION the innermost loop with the most multiplies is taken. The models assume L1 hits: they bound prefill
+n2 v2. Of FUNCTION the innermost loop with the most multiplies is taken, with --loops every one that multiplies. The models assume L1 hits: they bound prefill
 and many-row kernels and say nothing of a decode step that waits for DRAM; the in-order ones (a53, a55) only rank.
 Needs gcc-aarch64-linux-gnu and llvm (llvm-mca 15 or newer; -mcpu=cortex-a76 there would be the A57's model).
 """
@@ -54,8 +54,8 @@ def macs(code: List[str]) -> int:
     return sum(MACS.get(mnemonic, 0) for mnemonic in mnemonics(code))
 
 
-def hot_loop(assembly: List[str], function: str, source: str) -> List[str]:
-    """The innermost loop of `function` with the most int8 multiplies, as instructions."""
+def hot_loops(assembly: List[str], function: str, source: str) -> List[List[str]]:
+    """The innermost loops of `function` with int8 multiplies, as instructions, most multiplies first."""
     start = next((i for i, line in enumerate(assembly) if line.startswith(function + ":")), None)
     if start is None:
         raise SystemExit(f"{function}: not in the assembly of {source} (static and inlined?)")
@@ -72,10 +72,10 @@ def hot_loop(assembly: List[str], function: str, source: str) -> List[str]:
         return any(i <= p and q <= j and (p, q) != (i, j) and macs(instructions(body[p:q + 1])) for p, q in loops)
 
     inner = [instructions(body[i:j + 1]) for i, j in loops if not holds_another(i, j)]
-    best = max(inner, key=macs, default=[])
-    if not macs(best):
+    hot = sorted((code for code in inner if macs(code)), key=macs, reverse=True)
+    if not hot:
         raise SystemExit(f"{function}: no loop with an int8 multiply")
-    return best
+    return hot
 
 
 def llvm_mca() -> str:
@@ -84,6 +84,21 @@ def llvm_mca() -> str:
     if not newest:
         raise SystemExit("no llvm-mca: install llvm")
     return newest
+
+
+def judged(code: List[str], core: Core, name: str, mca: str) -> str:
+    result = subprocess.run([mca, "-mtriple=aarch64", "-mattr=+dotprod,+i8mm"] + core.mca + [f"-iterations={ITERATIONS}"],
+                            input="\n".join(code) + "\n", stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+    total = re.search(r"Total Cycles:\s+(\d+)", result.stdout)
+    if not total:
+        raise SystemExit(result.stderr[:400])
+    cycles, n = int(total[1]) / ITERATIONS, macs(code)
+    kind = next((k for k in ("smmla", "sdot") if k in mnemonics(code)), "smlal")
+    peak = getattr(core, kind)
+    share = f"{100 * n / cycles / peak:.0f}% of the model's peak {peak} MAC/cycle" if peak else "no such instruction on this core"
+    return (f"{kind} on {name}: {len(code)} instructions, {n} MACs, {cycles:.2f} cycles an iteration; "
+            f"{len(code) * 64 / n:.2f} instructions and {cycles * 64 / n:.2f} cycles per 64 MACs; {share}; "
+            f"stack accesses in the loop: {sum('[sp' in line for line in code)}")
 
 
 def main() -> int:
@@ -95,6 +110,7 @@ def main() -> int:
     ap.add_argument("--core", default="n1", choices=sorted(CORES))
     ap.add_argument("--cc", default="aarch64-linux-gnu-gcc")
     ap.add_argument("--mca", help="llvm-mca to use (default: the newest installed)")
+    ap.add_argument("--loops", action="store_true", help="every such loop: a kernel has one for each number of rows")
     ap.add_argument("--show", action="store_true", help="print the loop")
     a = ap.parse_args(argv[:cut])
 
@@ -105,22 +121,11 @@ def main() -> int:
     done = subprocess.run(cmd, stdout=subprocess.PIPE, universal_newlines=True)
     if done.returncode:
         return 1
-    code = hot_loop(done.stdout.splitlines(), a.function, a.source)
-    if a.show:
-        print("\n".join(code))
-    core = CORES[a.core]
-    result = subprocess.run([a.mca or llvm_mca(), "-mtriple=aarch64", "-mattr=+dotprod,+i8mm"] + core.mca + [f"-iterations={ITERATIONS}"],
-                            input="\n".join(code) + "\n", stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
-    total = re.search(r"Total Cycles:\s+(\d+)", result.stdout)
-    if not total:
-        raise SystemExit(result.stderr[:400])
-    cycles, n = int(total[1]) / ITERATIONS, macs(code)
-    kind = next((k for k in ("smmla", "sdot") if k in mnemonics(code)), "smlal")
-    peak = getattr(core, kind)
-    share = f"{100 * n / cycles / peak:.0f}% of the model's peak {peak} MAC/cycle" if peak else "no such instruction on this core"
-    print(f"{a.function} {kind} on {a.core}: {len(code)} instructions, {n} MACs, {cycles:.2f} cycles an iteration; "
-          f"{len(code) * 64 / n:.2f} instructions and {cycles * 64 / n:.2f} cycles per 64 MACs; {share}; "
-          f"stack accesses in the loop: {sum('[sp' in line for line in code)}")
+    loops = hot_loops(done.stdout.splitlines(), a.function, a.source)
+    for code in loops if a.loops else loops[:1]:
+        if a.show:
+            print("\n".join(code))
+        print(f"{a.function} {judged(code, CORES[a.core], a.core, a.mca or llvm_mca())}")
     return 0
 
 

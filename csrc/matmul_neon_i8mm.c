@@ -5,11 +5,14 @@
  * {t0 r0, t0 r1, t1 r0, t1 r1} to the end. Lanes are outputs: the order of float operations is the contract's.
  * The zips cost as much as the smmla of one pair: 1 to 3 tokens take sdot on the panel as it lies; from 9 on a panel's zips are
  * paid once, into a buffer. Scales (a multiply, a subtraction, an fma per four sums) leave smmla 73 % of the two pipes at GROUP 64.
- * Neoverse N2's model, share of 64 MAC/cycle: 4 tokens 48 %, 6 55 %, 8 55 %, many 71 % without the zips, 36 cycles a group of a panel.
+ * Neoverse N2's model, share of 64 MAC/cycle: 4 tokens 49 %, 6 54 %, 8 57 %, many 71 % without the zips, 39 cycles a group of a panel.
+ * The two vector pipes are full: smmla, zips and scales take 64 + 32 + 34 of their slots a group at 4 tokens, 96 + 32 + 47 at 6,
+ * 128 + 32 + 64 at 8, which allows 49, 55, 57 %. More needs a file whose k lies in eights (65 and 67 % at 4 and 8).
  * int4: a byte's high half is 16 q as it stands, its low half after a shift by four; sums are 16 times as large. Its panels go through
  * the buffer from 4 rows on: the splits are paid once, and the loop over the buffer is int8's.
- * Lost: 8 rows x 6 pairs as two halves of the rows 61 %, vmmlaq_s32 and a statement each smmla (gcc's moves: 50 to 52 % at 8),
- * post-index ldp (39 cycles a group instead of 29 at 1 token). */
+ * Lost at 8: zips of the next group in the scalar pipes (ldr, bfxil, stp) 60 % with 3 of 8 steps, 50 % with all (dispatch); 4 + 4 through
+ * the buffer 50 %. Lost elsewhere: 8 rows x 6 pairs as two halves of the rows 61 %, vmmlaq_s32 and a statement each smmla (gcc's moves: 50 to 52 % at 8),
+ * a sum converted in place (moves: 54 % at 8), post-index ldp (39 cycles a group instead of 29 at 1 token). */
 #include "kernels.h"
 #include "simd_neon.h"
 #include <assert.h>
@@ -156,23 +159,38 @@ INLINE void zip(int8x16_t a, int8x16_t b, int8x16_t r[2])
     __asm__ volatile("zip1 %0.4s, %2.4s, %1.4s\n\tzip2 %1.4s, %2.4s, %1.4s" : "=&w"(r[0]), "+w"(r[1]) : "w"(a));
 }
 
-/* One statement for the rows of a pair of tokens: of many gcc 12 makes moves. */
-INLINE void smmla_2(int32x4_t c[2], int8x16_t x, const int8x16_t w[2])
-{
-    __asm__ volatile("smmla %0.4s, %2.16b, %3.16b\n\tsmmla %1.4s, %2.16b, %4.16b" : "+w"(c[0]), "+w"(c[1]) : "w"(x), "w"(w[0]), "w"(w[1]));
-}
+/* One statement for the rows of a pair of tokens, in half_group for a group: of many gcc 12 makes moves. */
 INLINE void smmla_4(int32x4_t c[4], int8x16_t x, const int8x16_t w[4])
 {
     __asm__ volatile("smmla %0.4s, %4.16b, %5.16b\n\tsmmla %1.4s, %4.16b, %6.16b\n\tsmmla %2.4s, %4.16b, %7.16b\n\tsmmla %3.4s, %4.16b, %8.16b"
         : "+w"(c[0]), "+w"(c[1]), "+w"(c[2]), "+w"(c[3]) : "w"(x), "w"(w[0]), "w"(w[1]), "w"(w[2]), "w"(w[3]));
 }
 
-/* acc = fma((float)sum, w * x, acc); pinned: hoisted, its temporaries spill. */
+#define HALF_STEP(s)                                                                                                    \
+    "ldr q16, [%8, #(64 * " #s ")]\n\tldr q18, [%8, #(64 * " #s " + 32)]\n\tldr q19, [%9, #(16 * " #s ")]\n\t"            \
+    "zip1 v17.4s, v16.4s, v18.4s\n\tzip2 v18.4s, v16.4s, v18.4s\n\t"                                                    \
+    "ldr q20, [%10, #(16 * " #s ")]\n\tsmmla %0.4s, v19.16b, v17.16b\n\tsmmla %1.4s, v19.16b, v18.16b\n\t"              \
+    "ldr q21, [%11, #(16 * " #s ")]\n\tsmmla %2.4s, v20.16b, v17.16b\n\tsmmla %3.4s, v20.16b, v18.16b\n\t"              \
+    "ldr q22, [%12, #(16 * " #s ")]\n\tsmmla %4.4s, v21.16b, v17.16b\n\tsmmla %5.4s, v21.16b, v18.16b\n\t"              \
+    "smmla %6.4s, v22.16b, v17.16b\n\tsmmla %7.4s, v22.16b, v18.16b\n\t"
+
+/* c = the magic bits + a group of 4 rows of a panel, for 4 pairs whose groups begin at x[p] + offset. */
+INLINE void half_group(int32x4_t c[TILE][4], const int8_t *w, const int8_t *const x[TILE], int64_t offset)
+{
+    _Static_assert(GROUP == 64 && PANEL == 8, "eight steps of 64 bytes");
+    __asm__ volatile("ldp %q0, %q1, [%13]\n\tldp %q2, %q3, [%13]\n\tldp %q4, %q5, [%13]\n\tldp %q6, %q7, [%13]\n\t"
+        HALF_STEP(0) HALF_STEP(1) HALF_STEP(2) HALF_STEP(3) HALF_STEP(4) HALF_STEP(5) HALF_STEP(6) HALF_STEP(7)
+        : "=&w"(c[0][0]), "=&w"(c[0][1]), "=&w"(c[1][0]), "=&w"(c[1][1]), "=&w"(c[2][0]), "=&w"(c[2][1]), "=&w"(c[3][0]), "=&w"(c[3][1])
+        : "r"(w), "r"(x[0] + offset), "r"(x[1] + offset), "r"(x[2] + offset), "r"(x[3] + offset), "r"(magic_bits)
+        : "v16", "v17", "v18", "v19", "v20", "v21", "v22", "memory");
+}
+
+/* acc = fma((float)sum, w * x, acc); pinned: hoisted, its temporaries spill; a sum changed in place is moved first. */
 INLINE void add_group(float32x4_t *acc, int32x4_t sum, float32x4_t magic, float32x4_t w, float32x4_t x)
 {
-    float32x4_t scale;
-    __asm__ volatile("fmul %1.4s, %4.4s, %5.4s\n\tfsub %2.4s, %2.4s, %3.4s\n\tfmla %0.4s, %2.4s, %1.4s"
-        : "+w"(*acc), "=&w"(scale), "+w"(sum) : "w"(magic), "w"(w), "w"(x));
+    float32x4_t scale, value;
+    __asm__ volatile("fsub %0.4s, %1.4s, %2.4s" : "=w"(value) : "w"(sum), "w"(magic));
+    __asm__ volatile("fmul %1.4s, %3.4s, %4.4s\n\tfmla %0.4s, %2.4s, %1.4s" : "+w"(*acc), "=&w"(scale) : "w"(value), "w"(w), "w"(x));
 }
 
 INLINE void zip_scales(const float16_t *h, int quads, float32x4_t s[4])
@@ -185,6 +203,21 @@ INLINE void zip_scales(const float16_t *h, int quads, float32x4_t s[4])
     }
 }
 
+/* As load_rows and zip, but the store zips. st2 wants neighbours among the registers: of its intrinsic gcc makes 33 moves a group. */
+INLINE int8_t *zip_store(const int8_t *w, int j, int32_t type, int8x16_t mask, int8_t *to)
+{
+    if (type == KESTREL_INT4)
+        __asm__ volatile("ldp q17, q19, [%1, %2]\n\tshl v16.16b, v17.16b, #4\n\tshl v18.16b, v19.16b, #4\n\t"
+                         "and v17.16b, v17.16b, %3.16b\n\tand v19.16b, v19.16b, %3.16b\n\t"
+                         "st2 {v16.4s, v17.4s}, [%0], #32\n\tst2 {v18.4s, v19.4s}, [%0], #32"
+                         : "+r"(to) : "r"(w), "i"(j * PANEL / 2), "w"(mask) : "v16", "v17", "v18", "v19", "memory");
+    else
+        __asm__ volatile("ldp q16, q18, [%1, %2]\n\tldp q17, q19, [%1, %3]\n\t"
+                         "st2 {v16.4s, v17.4s}, [%0], #32\n\tst2 {v18.4s, v19.4s}, [%0], #32"
+                         : "+r"(to) : "r"(w), "i"(j * PANEL), "i"(j * PANEL + 32) : "v16", "v17", "v18", "v19", "memory");
+    return to;
+}
+
 INLINE void zip_groups(const int8_t *w, const float16_t *scales, int64_t groups, zipped *z, int32_t type)
 {
     int8_t *to = z->w;
@@ -192,12 +225,7 @@ INLINE void zip_groups(const int8_t *w, const float16_t *scales, int64_t groups,
     for (int64_t g = 0; g < groups; g++, w += group_bytes(type)) {
         prefetch_group(w, type);
         UNROLL
-        for (int j = 0; j < GROUP; j += 8, to += 64) {
-            int8x16_t a[2], b[2];
-            load_rows(w, j, type, mask, a, b);
-            vst2q_s32((int32_t *)to, ((int32x4x2_t){{vreinterpretq_s32_s8(a[0]), vreinterpretq_s32_s8(b[0])}}));
-            vst2q_s32((int32_t *)(to + 32), ((int32x4x2_t){{vreinterpretq_s32_s8(a[1]), vreinterpretq_s32_s8(b[1])}}));
-        }
+        for (int j = 0; j < GROUP; j += 8) to = zip_store(w, j, type, mask, to);
         float32x4_t s[4];
         zip_scales(scales + g * PANEL, 2, s);
         UNROLL
@@ -233,32 +261,26 @@ INLINE void tile(const int8_t *w, const float16_t *scale_w, const zipped *z, int
         if (!z) prefetch_group(w, type);
         int32x4_t c[TILE][4];
         UNROLL
-        for (int p = 0; p < pairs; p++) {
+        for (int p = 0; p < pairs && quads == 2; p++) {
             load_sums(c[p], type);
-            if (quads == 2) load_sums(c[p] + 2, type);
+            load_sums(c[p] + 2, type);
         }
+        if (quads == 1) half_group(c, w, x, g * GROUP * 2);
         UNROLL
-        for (int j = 0; j < GROUP; j += 8) {
+        for (int j = 0; j < GROUP && quads == 2; j += 8) {
             int8x16_t r[4];
             if (z) {
                 load_32(w, j * PANEL, r);
                 load_32(w, j * PANEL + 32, r + 2);
-            } else if (quads == 2) {
+            } else {
                 int8x16_t a[2], b[2];
                 load_32(w, j * PANEL, a);
                 load_32(w, j * PANEL + 32, b);
                 zip(a[0], b[0], r);
                 zip(a[1], b[1], r + 2);
-            } else {
-                const int8x16_t a = load_16(w + j * PANEL), b = load_16(w + j * PANEL + 32);
-                zip(a, b, r);
             }
             UNROLL
-            for (int p = 0; p < pairs; p++) {
-                const int8x16_t v = load_16(x[p] + (g * GROUP + j) * 2);
-                if (quads == 2) smmla_4(c[p], v, r);
-                else smmla_2(c[p], v, r);
-            }
+            for (int p = 0; p < pairs; p++) smmla_4(c[p], load_16(x[p] + (g * GROUP + j) * 2), r);
         }
         float32x4_t s[4];
         if (z) {
