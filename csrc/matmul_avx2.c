@@ -5,11 +5,11 @@
  * Rejected, MAC/cycle of the tile at 4 / 8 rows where this one has 18.5 / 19.5: weights widened to int16 and two vpmaddwd, 17.5 / 18.3;
  * x xor w's sign with the correction counted once a panel, 19.8 / 20.8 but a pass over the panel more (pays from 64 rows on);
  * x xor sign minus sign instead of vpsignb, 21.9 against 23.4 in the bare loop; all of a group unrolled, 18.1 / 18.8 (spills).
- * vpsignb contends with the multiplies for their two pipes: 0.93 cycles for vpsignb and vpmaddubsw, 1.08 for the three without it, ideal 1.0.
+ * The two multiplies share two pipes (1.0 to 1.1 cycles with the addition, 1.07 with vpxor), vpsignb contends with them (1.25, 1.35 to 1.40 with the broadcast).
  * In GMAC/s at 4 / 8 rows where this one has 62 / 67: that xor with the correction within the tile, 61 / 66 (were it free: 67 / 73); two panels
- * of at most 5 rows, 67 / 67, but 0.8 to 0.9 of this one with the weights in DRAM and both cores at work. Cycles for 32 MACs in the bare loop
- * where this one has 1.35 to 1.40: x splatted beforehand, 1.35; two vpmaddwd of two panels, all widened beforehand, 1.30; carries of a 16-bit
- * sum by vpavgw, one instruction for vpmaddwd's, 1.78. */
+ * of at most 5 rows, 67 / 67, but 0.8 to 0.9 of this one with the weights in DRAM and both cores at work (0.9 to 1.0 when the prefetch skips the
+ * other panel). In the bare loop, cycles for 32 MACs where this one has 1.35 to 1.40: x splatted beforehand, 1.35; two vpmaddwd of two panels,
+ * all widened beforehand, 1.30; carries of a 16-bit sum by vpavgw for vpmaddwd, 0.95 of the cycles before the bias that an unsigned average needs. */
 #include "kernels.h"
 #include <immintrin.h>
 #include <string.h>
