@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel harness (tests/checkasm): every usable variant against portable, natively, sanitized, and on emulated cores.
+"""The kernel harness (tests/checkasm): every usable variant against portable, natively, sanitized, and on emulated cores (cases 19 and 21: a core without
+dotprod, extreme weights and activations at k = 16384).
 
 The harness's command comes from the fixture `checkasm`; KESTREL_CHECKASM, a shell-like command line, overrides it.
 """

@@ -33,6 +33,7 @@ def check_wheel(root):
 
 
 def test_the_native_library_asks_for_little(check_elf, root):
+    """Case 29: pages up to 64K, no executable stack (faults() says both)."""
     library = check_elf.read(root / "kestrel" / "libkestrel.so")
     assert check_elf.faults(library) == []
     assert library.load_align == 65536 and "malloc" in library.undefined and library.glibc >= (2, 17)
