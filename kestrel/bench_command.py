@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any, Dict, List
 
+from .destination import new_file
 from .errors import KestrelError
 from .terminal import note, positive, print_json, progress_bar
 
@@ -50,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(markdown(rows))
     if args.html is not None:
-        try:
-            with open(args.html, "w", encoding="utf-8") as file:
-                file.write(page(rows))
-        except OSError as error:
-            raise KestrelError(f"{args.html}: {error.strerror or error}") from None
+        with new_file(args.html) as file:
+            file.write(page(rows).encode())
     bad = spoiled(rows)
     if bad:
         note(f"{len(bad)} of {sum('marks' in row for row in rows)} rows were spoiled by throttling or swapping")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from statistics import median
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from .destination import new_file, resolved
 from .drafter import Drafter, Proposal
 from .errors import KestrelError
 from .generate import DraftFrom, Model
@@ -330,8 +330,7 @@ def check_picture(path: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise KestrelError("--svg: expected matplotlib, found none: pip install 'kestrel[plot]'") from None
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    if not os.access(os.path.dirname(resolved(path)), os.W_OK):
         raise KestrelError(f"{path}: expected a file in a folder that can be written to")
 
 
@@ -378,9 +377,5 @@ def draw_picture(results: Sequence[Dict[str, Any]], path: str) -> None:
         axes.set_ylabel("speed with draft auto / off")
         axes.set_title(f"{results[0]['model']}, {results[0]['isa']}, {results[0]['threads']} threads")
         axes.legend(loc="upper left")
-        try:
-            with tempfile.TemporaryDirectory(dir=os.path.dirname(path) or ".") as folder:
-                figure.savefig(os.path.join(folder, "picture"), format="svg", metadata={"Date": None, "Creator": "kestrel"})
-                os.replace(os.path.join(folder, "picture"), path)
-        except OSError as error:
-            raise KestrelError(f"{path}: {error.strerror or error}") from None
+        with new_file(path) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "kestrel"})

@@ -14,6 +14,7 @@ from . import _native
 from .calibration import Moments, Ranges, default_text, factors, input_ranges
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .destination import beside, resolved
 from .errors import KestrelError
 from .model import ForwardModel
 from .parallel import in_order
@@ -95,11 +96,7 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
     """
     if weights not in WEIGHT_TYPES:
         raise KestrelError(f"weights: expected {' or '.join(WEIGHT_TYPES)}, found {weights!r}")
-    if os.path.isdir(destination):
-        raise KestrelError(f"{destination}: expected a file name, found a folder")
-    folder = os.path.dirname(os.path.abspath(destination))
-    if not os.path.isdir(folder):
-        raise KestrelError(f"{destination}: the folder {folder} does not exist")
+    resolved(destination)
     checkpoint = Checkpoint.open(source)
     _check_kernels(checkpoint.config, checkpoint.source)
     tokenizer_config = {k: v for k, v in checkpoint.tokenizer_config.items() if k != "chat_template"}  # Checkpoint has decided which one counts
@@ -129,14 +126,10 @@ def convert(source: str, destination: str, weights: str = "int8", calibrate: Opt
         write(destination, weights, "off", None, progress)
         return
     ids = _calibration_ids(checkpoint, text["tokenizer.json"], tokenizer_config, calibrate)
-    plain = destination + ".uncalibrated"
     moments = Moments(checkpoint.config) if weights == "int4" else None
-    try:
+    with beside(destination) as plain:
         write(plain, "int8", "off", None, progress)
         ranges = input_ranges(ForwardModel(plain), ids, calibration_progress, moments)
-    finally:
-        if os.path.exists(plain):
-            os.unlink(plain)
     write(destination, weights, hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest(), _Fold(checkpoint, ranges), progress, moments)
 
 

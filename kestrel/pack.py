@@ -21,6 +21,7 @@ import numpy as np
 from . import _native
 from .config import ModelConfig
 from .container import open_file, read_safetensors_header
+from .destination import new_file
 from .errors import KestrelError
 from .parallel import in_order
 
@@ -132,33 +133,19 @@ def write_packed(path: str, config: ModelConfig, weight_type: str, source: str, 
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     header += b" " * (_padded(8 + len(header)) - 8 - len(header))
 
-    partial = f"{path}.partial"
-    try:
-        file = open(partial, "wb")
-    except OSError as error:
-        raise KestrelError(f"{path}: {error.strerror or error}") from None
-    try:
-        with file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for v in small:
-                raw = np.ascontiguousarray(vector(v), np.float32).tobytes()
-                if len(raw) != 4 * v.size:
-                    raise ValueError(f"{v.name}: {len(raw) // 4} numbers, expected {v.size}")
-                file.write(raw + bytes(_padded(len(raw)) - len(raw)))
-            for m in table:
-                kind = stored_type(m.name, weight_type)
-                _write_matrix(file, m, kind, blocks(m), rounding(m) if kind == "int4" else None)
-                progress(min(file.tell() - 8 - len(header), offset), offset)
-            for raw in text.values():
-                file.write(raw + b" " * (_padded(len(raw)) - len(raw)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise KestrelError(f"{path}: {error.strerror or error}") from None
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+    with new_file(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for v in small:
+            raw = np.ascontiguousarray(vector(v), np.float32).tobytes()
+            if len(raw) != 4 * v.size:
+                raise ValueError(f"{v.name}: {len(raw) // 4} numbers, expected {v.size}")
+            file.write(raw + bytes(_padded(len(raw)) - len(raw)))
+        for m in table:
+            kind = stored_type(m.name, weight_type)
+            _write_matrix(file, m, kind, blocks(m), rounding(m) if kind == "int4" else None)
+            progress(min(file.tell() - 8 - len(header), offset), offset)
+        for raw in text.values():
+            file.write(raw + b" " * (_padded(len(raw)) - len(raw)))
 
 
 def _write_matrix(file: Any, m: Matrix, weight_type: str, blocks: Iterator[Tuple[int, np.ndarray]], rounding: Optional[Rounding]) -> None:

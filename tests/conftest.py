@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_kv", "test_native", "
           "test_generate", "test_threads", "test_cli"}
 # what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's. Of csrc the
 # baseline units (a conversion runs the model to calibrate); variants give the same bytes, which checkasm proves.
-CONVERSION = ("errors", "cgroup", "cores", "_native", "parallel", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
+CONVERSION = ("errors", "destination", "cgroup", "cores", "_native", "parallel", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
 
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT)] + [p for p in [os.environ.get("PYTHONPATH")] if p])
@@ -49,6 +50,7 @@ def csrc_build():
 
 def pytest_configure(config):
     """Bring the library up to date before any test module imports kestrel."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background begins with it ignored, and so would its children
     if EMULATED:
         if not (ROOT / "kestrel" / "libkestrel.so").exists():
             raise pytest.UsageError(f"{ROOT}/kestrel has no libkestrel.so: under emulation run the tree of cross/build_aarch64.py")

@@ -423,12 +423,12 @@ def test_an_impossible_target(tmp_path, target):
 
 @pytest.mark.native_only
 def test_killed_in_the_middle(tmp_path, real_gguf):
-    """kill -9 while it writes: no file under the final name, and the next conversion is not in anybody's way."""
+    """kill -9 while it writes: no file under the final name, and the next conversion there takes away what was left."""
     target = tmp_path / "m.kestrel"
     process = subprocess.Popen(KESTREL + ["convert", str(real_gguf), str(target), "--weights", "f32"])
     try:
         for _ in range(3000):
-            if any(p.stat().st_size > 1 << 20 for p in tmp_path.iterdir()):
+            if any(p.is_file() and p.stat().st_size > 1 << 20 for p in tmp_path.rglob("*")):
                 break
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -454,3 +454,39 @@ def test_case_24_peak_memory(real_model_int8):
     result = json.loads(done.stdout)
     assert result["tokens"] == 700
     assert result["peak"] < os.path.getsize(str(real_model_int8)) + result["kv"] + 100e6
+
+
+@pytest.mark.native_only
+def test_only_a_regular_file_is_replaced(tmp_path):
+    """Nothing but a file gives way to the new one; behind a link it is the link's target that does."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(str(pipe))
+    with pytest.raises(KestrelError) as error:
+        convert(str(toy.GOLDEN / "tiny-tied"), str(pipe))
+    assert one_line(error.value, f"{pipe}: expected a regular file or a new name")
+    assert pipe.is_fifo()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = tmp_path / "link.kestrel"
+    link.symlink_to(disk / "m.kestrel")
+    convert(str(toy.GOLDEN / "tiny-tied"), str(link), "f32")
+    assert link.is_symlink() and (disk / "m.kestrel").read_bytes() == open(toy.packed("tiny-tied", "f32"), "rb").read()
+    assert sorted(p.name for p in disk.iterdir()) == ["m.kestrel"]
+
+
+@pytest.mark.native_only
+def test_two_conversions_of_one_name_both_end_whole(tmp_path):
+    """Each writes under a name of its own: the file that stands there is one or the other, and the user's own NAME.partial stays his."""
+    target, own = tmp_path / "m.kestrel", tmp_path / "m.kestrel.partial"
+    own.write_bytes(b"precious")
+    kinds = {kind: open(toy.packed("tiny-tied", kind), "rb").read() for kind in ("int8", "f32")}
+    nested = []
+
+    def progress(done, total):     # in the middle of the first, the whole of the second
+        if not nested:
+            nested.append(True)
+            convert(str(toy.GOLDEN / "tiny-tied"), str(target), "f32")
+            assert target.read_bytes() == kinds["f32"]
+    convert(str(toy.GOLDEN / "tiny-tied"), str(target), "int8", progress=progress)
+    assert target.read_bytes() == kinds["int8"] and own.read_bytes() == b"precious"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.kestrel", "m.kestrel.partial"]

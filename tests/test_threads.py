@@ -74,7 +74,7 @@ static kestrel_weight weight(int32_t type, int64_t n, int64_t k)
     for (int64_t i = 0; i < n * k; i++) rows[i] = rnd();
     const size_t bytes = (size_t)kestrel_packed_bytes(type, n, k);
     void *data = aligned_alloc(64, bytes);
-    if (kestrel_pack(type, n, k, 0, n, rows, data)) exit(3);
+    if (kestrel_pack(type, n, k, 0, n, rows, NULL, NULL, data)) exit(3);
     free(rows);
     return (kestrel_weight){.type = type, .n = n, .k = k, .data = data};
 }
