@@ -62,6 +62,8 @@ def _read_file(path: Optional[str]) -> str:
         if path:
             with open(path, "rb") as file:
                 raw = file.read()
+        elif sys.stdin is None:
+            raise KestrelError("stdin: closed")
         else:
             raw = sys.stdin.buffer.read()
         return raw.decode("utf-8")
@@ -152,8 +154,7 @@ def _chat(args: argparse.Namespace) -> int:
 
     model = _load(args)
     conversation = Conversation(model, args.system, max_tokens=args.max_tokens, draft=args.draft, **_sampling(args))
-    converse(conversation, _print_json if args.json else None, _note)
-    return 0
+    return converse(conversation, _print_json if args.json else None, _note)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -295,10 +296,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _discard_output() -> None:
+    """What stdout still holds goes nowhere, so that the interpreter's own flush at the end is silent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _refuses_output() -> bool:
+    """Whether stdout can't take what it holds (a full disk); then that is discarded."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+        return True
+    return False
+
+
 def main(argv: Optional[List[str]] = None) -> NoReturn:
-    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input), 3 (`bench --strict`: a spoiled row), 130 (interrupted)."""
+    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input, a stream or file that fails), 3 (`bench --strict`: a spoiled row), 130 (interrupted)."""
+    if sys.stderr is None:  # closed by the caller: what is said there goes nowhere
+        sys.stderr = open(os.devnull, "w")
     try:
         args = build_parser().parse_args(argv)
+        if sys.stdout is None:
+            raise KestrelError("stdout: closed")
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # text is UTF-8 whatever the locale
         code = args.run(args)
         sys.stdout.flush()
@@ -309,8 +329,12 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
         print("kestrel: out of memory", file=sys.stderr)
         code = 2
     except BrokenPipeError:  # the reader went away
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _discard_output()
         code = 141
+    except OSError as error:
+        name = "stdout: " if _refuses_output() else f"{error.filename}: " if error.filename else ""
+        print(f"kestrel: {KestrelError(f'{name}{error.strerror or error}')}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         code = 130

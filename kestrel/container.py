@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from typing import Any, BinaryIO, Dict, NamedTuple, Tuple
 
@@ -37,10 +38,12 @@ def _read_ahead(file: BinaryIO, on: bool) -> None:
 
 
 def open_file(path: str) -> Tuple[BinaryIO, int]:
-    """(binary file, size in bytes), or KestrelError: missing, unreadable, empty, or a Git-LFS pointer."""
+    """(binary file, size in bytes), or KestrelError: missing, unreadable, no regular file, empty, or a Git-LFS pointer."""
     try:
         if os.path.isdir(path):
             raise KestrelError(f"{path}: expected a file, found a folder")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
+            raise KestrelError(f"{path}: expected a regular file, found a pipe, socket or device")
         file = open(path, "rb")
     except OSError as error:
         raise KestrelError(f"{path}: {error.strerror or error}") from None

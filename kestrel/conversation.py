@@ -76,45 +76,58 @@ class Conversation:
         return model.generate(ids, kv=self._kv, cached=common, **self._settings)
 
 
-def converse(conversation: Conversation, report: Optional[Callable[[Any], None]], note: Callable[[str], None]) -> None:
-    """Reads messages until the input ends, one a line, and prints the answers as they come (or gives each, whole, to `report` as an object).
+def converse(conversation: Conversation, report: Optional[Callable[[Any], None]], note: Callable[[str], None]) -> int:
+    """Reads messages until the input ends, one a line, and prints the answers as they come (or gives each, whole, to `report` as an object; {"error"} for a
+    message that can't be answered). The exit code: 2 when there was such a message and the input is no terminal, else 0.
 
     In a terminal a line may be edited and Ctrl-C stops the answer, not the program; so it does in a pipe while an answer is being made.
     """
+    if sys.stdin is None:
+        raise KestrelError("stdin: closed")
     terminal = sys.stdin.isatty()
+    code = 0
     if terminal:
         note(_COMMANDS)
     for line in _lines(terminal):
         command = line.strip()
         if not command:
             continue
-        if command in ("/exit", "/quit"):
-            return
-        if command == "/clear":
+        word = command.split()[0]
+        if word in ("/exit", "/quit"):
+            break
+        if word == "/clear":
             conversation.clear()
         elif command.startswith("/") and " " not in command and command.count("/") == 1:
             note(f"{command}: no such command; {_COMMANDS}")
-        else:
-            _answer(conversation, line, report, note)
+        elif not _answer(conversation, line, report, note) and not terminal:
+            code = 2
+    return code
 
 
-def _answer(conversation: Conversation, line: str, report: Optional[Callable[[Any], None]], note: Callable[[str], None]) -> None:
+def _answer(conversation: Conversation, line: str, report: Optional[Callable[[Any], None]], note: Callable[[str], None]) -> bool:
+    """Whether the message could be answered."""
+    said = False
     try:
         for piece in conversation.answer(line):
             if report is None:
                 print(piece, end="", flush=True)
+            said = True
         if report is not None and conversation.generation is not None:
             report(conversation.generation.to_json())
     except KestrelError as error:
+        if report is not None:
+            report({"error": str(error)})
+        elif said:
+            print(flush=True)
         note(str(error))
-        return
+        return False
     except KeyboardInterrupt:
         note("stopped")
-    finally:
-        if report is None:
-            print(flush=True)
+    if report is None:
+        print(flush=True)
     if conversation.full:
         note("the context is full: the answer ends here; /clear begins a new conversation")
+    return True
 
 
 def _lines(terminal: bool) -> Iterator[str]:

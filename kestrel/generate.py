@@ -19,7 +19,7 @@ from .errors import KestrelError
 from .memory import available_bytes, require
 from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
 from .planner import Planner, Round, Speculation, StepCosts
-from .sampling import Sampling, Settings, TokenLogprobs
+from .sampling import Sampling, Settings, TokenLogprobs, check_integer
 from .tokenizer import Tokenizer
 
 Prompt = Union[str, Sequence[int], Sequence[Mapping[str, Any]]]
@@ -250,8 +250,7 @@ class Model(ForwardModel):
         use_mmap: see PackedModel. fit: refuse what this machine's memory has no room for. KestrelError: bad file, impossible isa, too little memory.
         """
         begin = time.perf_counter()
-        if not isinstance(chunk, int) or not 1 <= chunk <= 4096:
-            raise KestrelError(f"chunk: expected 1 to 4096, found {chunk!r}")
+        check_integer("chunk", chunk, 1, 4096, "1 to 4096")
         packed = forward_model.PackedModel(path, use_mmap)
         raw = packed.text("tokenizer.json")
         if raw is None:
@@ -263,18 +262,18 @@ class Model(ForwardModel):
         if not isinstance(config, dict):
             raise KestrelError(f"{packed.path}: tokenizer_config.json: expected an object, found {type(config).__name__}")
         tokenizer = Tokenizer.from_bytes(raw, config, packed.path)
-        self = cls(packed, threads, isa, max_rows=chunk + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size, prefill_threads=prefill_threads)
-        self.tokenizer, self.chunk, self.costs = tokenizer, chunk, StepCosts()
+        self = cls(packed, threads, isa, max_rows=int(chunk) + MAX_DRAFT, kv_type=kv_type, sampled_vocab=tokenizer.size, prefill_threads=prefill_threads)
+        self.tokenizer, self.chunk, self.costs = tokenizer, int(chunk), StepCosts()
         template = packed.text("chat_template")
         try:
             self.chat_template = template.decode() if template is not None else None
         except UnicodeDecodeError as error:
             raise KestrelError(f"{packed.path}: chat_template: not UTF-8 at byte {error.start}") from None
         limit = self.config.max_position_embeddings
-        if ctx is not None and not 1 <= ctx <= limit:
-            raise KestrelError(f"ctx: expected 1 to {limit} (the model's), found {ctx}")
+        if ctx is not None:
+            check_integer("ctx", ctx, 1, limit, f"1 to {limit} (the model's)")
         available = available_bytes() if fit else None
-        self.ctx = ctx or self.longest_ctx(available) or 1
+        self.ctx = int(ctx or 0) or self.longest_ctx(available) or 1
         require(self.footprint(self.ctx), available, packed.path)
         self.load_seconds = time.perf_counter() - begin
         return self
@@ -283,15 +282,15 @@ class Model(ForwardModel):
         """Token ids of a text (BOS if the model's prompts have one), of chat messages ({"role", "content"}), or the ids themselves."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, bos=True)
+        if isinstance(prompt, (bytes, bytearray)) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__") or isinstance(prompt, Mapping):
+            raise KestrelError(f"prompt: expected a text, messages or token ids, found {type(prompt).__name__}")
         if len(prompt) and isinstance(prompt[0], Mapping):
             from .chat import encode_chat
 
             return encode_chat(self.tokenizer, self.chat_template, prompt)  # type: ignore[arg-type]
-        ids = [int(i) for i in prompt]  # type: ignore[arg-type]
-        for i in ids:
-            if not 0 <= i < self.config.vocab_size:
-                raise KestrelError(f"prompt: token id {i}: expected 0 to {self.config.vocab_size - 1}")
-        return ids
+        for i in prompt:
+            check_integer("prompt: token id", i, 0, self.config.vocab_size - 1, f"0 to {self.config.vocab_size - 1}")
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
 
     def generate(self, prompt: Prompt, max_tokens: int = 128, draft: Union[int, str, Drafter] = "auto", chunk: Optional[int] = None,
                  draft_from: Optional[DraftFrom] = None, observer: Optional[Observer] = None, on_round: Optional[Callable[[Round], None]] = None,
@@ -315,9 +314,8 @@ class Model(ForwardModel):
             raise KestrelError(f"min_tokens: {len(ids)} prompt tokens leave {room} in a context of {self.ctx}, found {wanted.min_tokens}")
         max_tokens = min(max_tokens, room)
         speculation = self._speculation(draft, draft_from, len(ids))
-        chunk = chunk or self.chunk
-        if not isinstance(chunk, int) or not 1 <= chunk <= self.max_rows:
-            raise KestrelError(f"chunk: expected 1 to {self.max_rows}, found {chunk}")
+        chunk = self.chunk if chunk is None else chunk
+        check_integer("chunk", chunk, 1, self.max_rows, f"1 to {self.max_rows}")
         if kv is None:
             kv = self.new_kv(len(ids) + max_tokens)
         elif kv.length != cached or cached >= len(ids) or kv.capacity < len(ids) + max_tokens:

@@ -18,7 +18,7 @@ from .errors import KestrelError
 from .memory import Footprint
 from .pack import PackedModel
 from .rope import attention_factor, inverse_frequencies
-from .sampling import Sampling, TokenLogprobs
+from .sampling import Sampling, TokenLogprobs, check_integer
 
 MAX_DRAFT = 32  # the longest draft a pass may carry
 KV_TYPES = ("f16", "f32", "int8")
@@ -110,11 +110,11 @@ class ForwardModel:
         self.config = self.packed.config
         self.isa = _native.choose_isa(isa)
         cores = choose_cores()
-        self.threads = threads or cores.threads
-        self.prefill_threads = prefill_threads or self.threads
+        self.threads = cores.threads if threads is None else threads
+        self.prefill_threads = self.threads if prefill_threads is None else prefill_threads
         for name, count in (("threads", self.threads), ("prefill threads", self.prefill_threads)):
-            if not 1 <= count <= 256:
-                raise KestrelError(f"{name}: expected 1 to 256, found {count}")
+            check_integer(name, count, 1, 256, "1 to 256")
+        self.threads, self.prefill_threads = int(self.threads), int(self.prefill_threads)
         self.max_rows = max(max_rows, MAX_DRAFT + 1)
         self.kv_type = kv_type or ("f32" if self.packed.weight_type == "f32" else "f16")
         if self.kv_type not in KV_TYPES:

@@ -22,11 +22,13 @@ def default_text() -> str:
 
 def quality(model: str, reference: str, text: Optional[str] = None,
             progress: Callable[[int, int], None] = lambda done, total: None, kv_type: Optional[str] = None) -> Dict[str, Any]:
-    """Compares two packed files, token by token on `text` (default: a built-in one). kv_type: of the model's cache (default: its own).
+    """Compares two packed files, token by token on `text` (default: a built-in one); `reference` has f32 weights. kv_type: of the model's cache (default: its own).
 
     Returns mean_kl, p99_kl (KL(reference || model), nats), argmax_agreement (fraction), perplexity, perplexity_reference, positions.
     """
     q, p = Model.load(model, kv_type=kv_type), Model.load(reference)
+    if p.packed.weight_type != "f32":
+        raise KestrelError(f"{reference}: expected a reference packed with --weights f32, found {p.packed.weight_type} weights")
     if q.config.vocab_size != p.config.vocab_size:
         raise KestrelError(f"{model}: vocabulary of {q.config.vocab_size}, but {reference} has {p.config.vocab_size}")
     ids = p.encode(default_text() if text is None else text)

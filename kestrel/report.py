@@ -13,6 +13,7 @@ MEASURED = ("bandwidth", "prefill", "decode", "verify")
 _COLOURS = ("#2a6fbb", "#d1702a", "#3a9a5b", "#8a5bb5", "#b53a56", "#5b6770")
 _KEY = ("kind", "threads", "depth", "of", "width", "tokens", "cache", "phase", "workload")
 _LEAST = 0.02  # a change below is none, however small the spread
+_FEWEST = 4  # samples a side: of fewer the ranges of two equal runs lie apart too often
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -121,7 +122,8 @@ def markdown(rows: Sequence[Dict[str, Any]]) -> str:
 def compare(before: Sequence[Dict[str, Any]], after: Sequence[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """A dictionary for each row that both runs have: name, before, after (medians), ratio (above 1: better), verdict.
 
-    Beyond noise ("better", "worse"): each median lies outside the other's range of samples, and the ratio 2 % off. Else "within noise".
+    Beyond noise ("better", "worse"): each median lies outside the other's range of samples, and the ratio 2 % off; with fewer
+    than 4 samples on a side that is "too few samples". Else "within noise".
     """
     def measured(rows: Sequence[Dict[str, Any]]) -> Dict[Tuple[Any, ...], Dict[str, Any]]:
         return {tuple(row.get(key) for key in _KEY): row for row in rows if "median" in row}
@@ -135,8 +137,9 @@ def compare(before: Sequence[Dict[str, Any]], after: Sequence[Dict[str, Any]]) -
         ratio = a["median"] / b["median"] if a["unit"] == "s" else b["median"] / a["median"]
         inside = lambda value, row: min(row["samples"]) <= value <= max(row["samples"])  # noqa: E731
         noise = inside(a["median"], b) or inside(b["median"], a) or abs(ratio - 1) < _LEAST
+        few = min(len(a["samples"]), len(b["samples"])) < _FEWEST
         found.append({"name": name_of(a), "unit": a["unit"], "before": a["median"], "after": b["median"], "ratio": ratio,
-                      "verdict": "within noise" if noise else "better" if ratio > 1 else "worse", "marks": [*a.get("marks", []), *b.get("marks", [])]})
+                      "verdict": "within noise" if noise else "too few samples" if few else "better" if ratio > 1 else "worse", "marks": [*a.get("marks", []), *b.get("marks", [])]})
     return found
 
 
@@ -147,7 +150,7 @@ def comparison(found: Sequence[Dict[str, Any]]) -> str:
 
     return table(["row", "before", "after", "ratio", "verdict"], [
         [row["name"], shown(row["before"], row["unit"]), shown(row["after"], row["unit"]), f"{row['ratio']:.3f}",
-         ("**" + row["verdict"] + "**" if row["verdict"] != "within noise" else row["verdict"]) + (" (spoiled)" if row["marks"] else "")] for row in found])
+         ("**" + row["verdict"] + "**" if row["verdict"] in ("better", "worse") else row["verdict"]) + (" (spoiled)" if row["marks"] else "")] for row in found])
 
 
 # --- one page ------------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ MOST_LOGPROBS = 100
 LARGEST = 1e6  # of temperature, penalties and biases
 
 
-def _integer(name: str, value: Any, low: int, high: int, expected: str) -> None:
+def check_integer(name: str, value: Any, low: int, high: int, expected: str) -> None:
+    """KestrelError unless `value` is an integer from `low` to `high`, numpy's among them."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
         raise KestrelError(f"{name}: expected {expected}, found {value!r}")
 
@@ -56,23 +57,23 @@ class Settings:
     ignore_end: bool = False
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, 1 << 62, "an integer from 1")
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
+        check_integer("max_tokens", self.max_tokens, 1, 1 << 62, "an integer from 1 to 2^62")
+        check_integer("min_tokens", self.min_tokens, 0, self.max_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})")
         _number("temperature", self.temperature, 0, LARGEST, "0 to 1e6")
-        _integer("top_k", self.top_k, 0, (1 << 31) - 1, "an integer from 0")
+        check_integer("top_k", self.top_k, 0, (1 << 31) - 1, "an integer from 0")
         _number("top_p", self.top_p, 0, 1, "above 0, up to 1", above=True)
         _number("min_p", self.min_p, 0, 1, "0 to 1")
-        _integer("seed", self.seed, 0, (1 << 64) - 1, "an integer from 0 to 2^64 - 1")
+        check_integer("seed", self.seed, 0, (1 << 64) - 1, "an integer from 0 to 2^64 - 1")
         _number("repetition_penalty", self.repetition_penalty, 0, LARGEST, "above 0, up to 1e6", above=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -LARGEST, LARGEST, "-1e6 to 1e6")
         if not isinstance(self.logit_bias, Mapping):
             raise KestrelError(f"logit_bias: expected {{token id: bias}}, found {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, (1 << 31) - 1, "token ids from 0")
+            check_integer("logit_bias", token, 0, (1 << 31) - 1, "token ids from 0")
             _number("logit_bias", bias, -LARGEST, LARGEST, f"-1e6 to 1e6 for token id {token}")
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"None or an integer from 0 to {MOST_LOGPROBS}")
+            check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS, f"None or an integer from 0 to {MOST_LOGPROBS}")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         try:

@@ -10,9 +10,12 @@ from typing import Any, Callable, List
 
 def positive(text: str) -> int:
     """An option's integer from 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1, found {text}")
+        raise argparse.ArgumentTypeError(f"expected an integer from 1, found {text[:40]}")
     return value
 
 

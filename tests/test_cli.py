@@ -199,7 +199,8 @@ def test_quality(tmp_path):
         assert result["positions"] > 30 and result["perplexity_reference"] > 1
         assert (abs(result["mean_kl"]) < 1e-12 and result["argmax_agreement"] == 1) == zero
         assert result["mean_kl"] < 1
-    refused("quality", toy.packed("tiny-tied"), toy.packed("tiny-untied"), "--text", text, words="vocabulary")
+    refused("quality", toy.packed("tiny-tied"), toy.packed("tiny-untied", "f32"), "--text", text, words="vocabulary")
+    refused("quality", toy.packed("tiny-tied", "f32"), toy.packed("tiny-tied"), words="expected a reference packed with --weights f32, found int8 weights")
 
 
 @pytest.mark.native_only
@@ -215,7 +216,8 @@ def test_version_and_help():
 
 @pytest.mark.native_only
 @pytest.mark.parametrize("options, words", [
-    (["--max-tokens", "0"], "--max-tokens"), (["--max-tokens", "x"], "--max-tokens"), (["--draft", "x"], "draft: expected off, auto or 0 to 32"),
+    (["--max-tokens", "0"], "--max-tokens"), (["--max-tokens", "x"], "--max-tokens"), (["--max-tokens", "9" * 23], "max_tokens: expected an integer from 1 to 2^62"),
+    (["--threads", "1.5"], "--threads: expected an integer from 1, found 1.5"), (["--draft", "x"], "draft: expected off, auto or 0 to 32"),
     (["--draft", "33"], "draft: expected"), (["--draft", "-1"], "draft"), (["--threads", "0"], "--threads"), (["--threads", "1000"], "threads: expected"),
     (["--chunk", "0"], "--chunk"), (["--chunk", "100000"], "chunk: expected"), (["--ctx", "0"], "--ctx"), (["--ctx", "513"], "ctx: expected 1 to 512"),
     (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--temperature", "warm"], "--temperature"),
@@ -275,6 +277,11 @@ def test_wrong_files(tmp_path, path):
     refused("info", toy.GOLDEN / "tiny-tied" / "model.safetensors", words="not a kestrel file")
     refused("info", toy.GOLDEN / "tiny-tied", words="folder")
     assert list(tmp_path.iterdir()) == []
+    os.mkfifo(str(tmp_path / "pipe"))
+    for command in (["info"], ["convert"]):
+        refused(*command, tmp_path / "pipe", *[tmp_path / "out"] * (command == ["convert"]), words="pipe: expected a regular file")
+    os.remove(str(tmp_path / "pipe"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_command():
@@ -294,6 +301,25 @@ def test_a_reader_that_goes_away(path):
     err = process.stderr.read()
     assert process.wait(timeout=120) in (0, 141)
     assert b"Traceback" not in err and b"Exception" not in err
+
+
+@pytest.mark.native_only
+@pytest.mark.parametrize("command", [["generate", "--prompt", "hi", "--max-tokens", "3"], ["generate", "--prompt", "hi", "--max-tokens", "3", "--json"], ["info"]])
+def test_a_full_disk_under_stdout(path, command):
+    with open("/dev/full", "wb", buffering=0) as full:
+        done = subprocess.run([sys.executable, "-m", "kestrel", command[0], path, *command[1:]], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE,
+                              env=dict(os.environ, PYTHONUNBUFFERED=""))
+    assert (done.returncode, done.stderr) == (2, b"kestrel: stdout: No space left on device\n")
+
+
+@pytest.mark.native_only
+@pytest.mark.parametrize("closed, command, code, err", [
+    (1, ["info"], 2, b"kestrel: stdout: closed\n"), (0, ["generate"], 2, b"kestrel: stdin: closed\n"), (0, ["chat"], 2, b"kestrel: stdin: closed\n"),
+    (0, ["generate", "--prompt", "x", "--max-tokens", "2"], 0, b""), (2, ["info"], 0, b"")])
+def test_closed_streams(closed, command, code, err):
+    done = subprocess.run([sys.executable, "-m", "kestrel", command[0], toy.long_toy(), *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, preexec_fn=lambda: os.close(closed))
+    assert (done.returncode, done.stderr) == (code, err) and (closed == 2 or bool(done.stdout) == (code == 0))
 
 
 @pytest.mark.native_only

@@ -160,8 +160,11 @@ def test_piped_conversation_past_the_context(path, digits):
     bias = [a for i in digits for a in ("--logit-bias", f"{i}=60")]
     code, out, err = kestrel("chat", path, "--ctx", 60, *bias, stdin=b"a\nb\n/clear\na\n")
     lines, said = out.decode().split("\n"), err.decode().splitlines()
-    assert code == 0 and lines[0] == lines[2] and lines[1] == ""
+    assert code == 2 and len(lines) == 3 and lines[0] == lines[1] and lines[2] == ""
     assert [line.split(":")[1].strip() for line in said] == ["the context is full", "the context of 60 positions is full", "the context is full"]
+    code, out, err = kestrel("chat", path, "--ctx", 60, *bias, "--json", stdin=b"a\nb\n/exit now\nunread\n")
+    first, second = [json.loads(line) for line in out.splitlines()]
+    assert code == 2 and first["text"] and list(second) == ["error"] and second["error"] == err.decode().splitlines()[1].partition(": ")[2]
 
 
 class Terminal:

@@ -593,7 +593,7 @@ def test_a_signal_whose_handler_returns_does_not_end_the_answer(model):
     ({"draft": "x"}, "draft: expected"), ({"draft": -1}, "draft: expected"), ({"draft": 33}, "draft: expected"), ({"draft": True}, "draft: expected"),
     ({"draft": "\u0663"}, "draft: expected"), ({"draft": None}, "draft: expected"), ({"draft": 1.5}, "draft: expected"),
     ({"max_tokens": 0}, "max_tokens: expected"), ({"max_tokens": -1}, "max_tokens: expected"), ({"max_tokens": 1.5}, "max_tokens: expected"),
-    ({"chunk": -1}, "chunk: expected"), ({"chunk": 1 << 20}, "chunk: expected"), ({"chunk": 2.5}, "chunk: expected"),
+    ({"chunk": 0}, "chunk: expected"), ({"chunk": -1}, "chunk: expected"), ({"chunk": 1 << 20}, "chunk: expected"), ({"chunk": 2.5}, "chunk: expected"),
     ({"temperature": -1.0}, "temperature: expected"), ({"top_p": 0.0}, "top_p: expected"), ({"top_k": -1}, "top_k: expected"),
     ({"min_p": 2.0}, "min_p: expected"), ({"seed": -1}, "seed: expected"), ({"stop": [""]}, "stop: expected")])
 def test_impossible_arguments(model, options, words):
@@ -603,8 +603,18 @@ def test_impossible_arguments(model, options, words):
 
 
 @native_only
+@pytest.mark.parametrize("name", ["threads", "prefill_threads", "ctx", "chunk"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+def test_impossible_arguments_of_load(model, name, value):
+    with pytest.raises(KestrelError, match=f"^{name.replace('_', ' ')}: expected 1 to \\d+.*, found {value!r}$"):
+        Model.load(model.packed.path, **{name: value})
+
+
+@native_only
 @pytest.mark.parametrize("prompt, words", [
-    ([], "empty"), ("", "empty"), ([1, 323], "token id 323"), ([-1], "token id -1"), ("\ud800", "surrogate")])
+    ([], "empty"), ("", "empty"), ([1, 323], "token id: expected 0 to 322, found 323"), ([-1], "token id: expected 0 to 322, found -1"),
+    ([1.5], "token id: expected"), (["a"], "token id: expected"), (5, "prompt: expected a text, messages or token ids, found int"), (None, "found NoneType"),
+    (b"abc", "found bytes"), ({"role": "user"}, "found dict"), ("\ud800", "surrogate")])
 def test_impossible_prompts(model, prompt, words):
     with pytest.raises(KestrelError, match=words):
         model.generate(prompt)

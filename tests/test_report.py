@@ -155,8 +155,11 @@ def test_the_page_stands_alone(rows):
 
 
 def test_compare(rows, tmp_path):
-    """The same run twice is all noise; one that is twice as fast is better in every row, seconds and tokens/s alike."""
+    """The same run twice is all noise; one that is twice as fast is better in every row, seconds and tokens/s alike, and of few samples nothing is said."""
+    few, rows = copy.deepcopy(rows[0]), copy.deepcopy(rows)
     found = [row for row in rows[0] if "median" in row]
+    for row in found:
+        row["samples"] *= 4
     same = compare(rows[0], rows[0])
     assert len(same) == len(found) and {row["verdict"] for row in same} == {"within noise"} and {row["ratio"] for row in same} == {1.0}
     faster = copy.deepcopy(rows[0])
@@ -169,6 +172,11 @@ def test_compare(rows, tmp_path):
     better = compare(rows[0], faster)
     assert {row["verdict"] for row in better} == {"better"} and all(row["ratio"] >= 2 for row in better)
     assert {row["verdict"] for row in compare(faster, rows[0])} == {"worse"}
+    for row in few:
+        if "median" in row:
+            row["samples"] = row["samples"][:3]
+    unsure = compare(few, faster)
+    assert {row["verdict"] for row in unsure} == {"too few samples"} and "**" not in comparison(unsure)
     assert comparison(better).count("**better**") == len(found)
     files = []
     for name, content in (("a", rows[0]), ("b", faster)):
