@@ -316,12 +316,15 @@ def main(argv: Optional[List[str]] = None) -> NoReturn:
     if sys.stderr is None:  # closed by the caller: what is said there goes nowhere
         sys.stderr = open(os.devnull, "w")
     try:
-        args = build_parser().parse_args(argv)
-        if sys.stdout is None:
-            raise KestrelError("stdout: closed")
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # text is UTF-8 whatever the locale
-        code = args.run(args)
-        sys.stdout.flush()
+        try:
+            args = build_parser().parse_args(argv)
+            if sys.stdout is None:
+                raise KestrelError("stdout: closed")
+            sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # text is UTF-8 whatever the locale
+            code = args.run(args)
+        finally:  # here, where what fails is still caught: --help exits from within, too
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KestrelError as error:
         print(f"kestrel: {error}", file=sys.stderr)
         code = 2

@@ -304,7 +304,7 @@ def test_a_reader_that_goes_away(path):
 
 
 @pytest.mark.native_only
-@pytest.mark.parametrize("command", [["generate", "--prompt", "hi", "--max-tokens", "3"], ["generate", "--prompt", "hi", "--max-tokens", "3", "--json"], ["info"]])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "hi", "--max-tokens", "3"], ["generate", "--prompt", "hi", "--max-tokens", "3", "--json"], ["info"], ["info", "--help"]])
 def test_a_full_disk_under_stdout(path, command):
     with open("/dev/full", "wb", buffering=0) as full:
         done = subprocess.run([sys.executable, "-m", "kestrel", command[0], path, *command[1:]], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE,
