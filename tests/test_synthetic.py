@@ -140,7 +140,7 @@ def test_impossible_seeds_are_refused(tmp_path, seed):
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(KestrelError, match="No such file"):
+    with pytest.raises(KestrelError, match="does not exist"):
         write_synthetic(str(tmp_path / "missing" / "x"), SMALL)
 
 
