@@ -149,6 +149,7 @@ typedef struct kestrel_span {
     const int32_t *hi;
     float *state;       /* [queries][STATE_HEAD + d] */
     float *work;        /* [queries][SPAN] */
+    const void *next;   /* the K that the same thread will read next: fetched while V is, as V is while K is. A hint: any address */
 } kestrel_span;
 enum { STATE_HEAD = 16 }; /* floats before A: [0] max, [8..15] L */
 /* Of an int8 span's `k` or `v`. */

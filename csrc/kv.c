@@ -1,17 +1,21 @@
 /* The cache: position -> slot is known here alone. SPDX-License-Identifier: Apache-2.0
  *
+ * A span's K and V lie together, those of a layer's heads one after the other, all layers of a span before the next span: what a pass reads is
+ * one stream a span, and the memory in use grows with the positions, in huge pages too (decode at depth 1024 in 0.97 of the time on 2 threads; the span kernel alone, from memory: 0.62).
  * K lies in blocks of KEY_BLOCK keys, transposed ([d][keys]: keys are the lanes of q . k); V in rows ([d]: d is the lane of p . V).
  * int8: each position of each head has one f32 scale for K and one for V; those of a span stand behind the span's values, so that a
  * span is one stream and a position's scales never depend on what comes later. f32, not f16: 1.06 bytes an element instead of 1.03 (d 64).
  * SmolLM2-135M, mean KL to the float model: int8 weights with f16 here 0.0044, with int8 here 0.0056; f32 weights with int8 here 0.0013.
  * Rewinding moves a counter; rows past the length are dead and never reach a result.
  */
+#define _DEFAULT_SOURCE /* madvise */
 #include "kv.h"
 #include "half.h"
 #include "model.h"
 #include <stdlib.h>
+#include <sys/mman.h>
 
-enum { MOST_D = 512 };
+enum { MOST_D = 512, HUGE_PAGE = 2 << 20 };
 
 static int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
 static int64_t scale_bytes(int32_t type) { return type == KESTREL_INT8 ? 4 : 0; }
@@ -21,7 +25,7 @@ static int64_t row_bytes(int32_t type, int64_t d) { return d * element_bytes(typ
 /* K (part 0) or V (part 1) of span `span`. */
 static uint8_t *span_data(const kestrel_kv *kv, int32_t layer, int32_t head, int part, int64_t span)
 {
-    const int64_t spans = kv->slots / SPAN, at = (((int64_t)layer * kv->n_kv_heads + head) * 2 + part) * spans + span;
+    const int64_t at = ((span * kv->n_layers + layer) * kv->n_kv_heads + head) * 2 + part;
     return kv->data + at * SPAN * row_bytes(kv->type, kv->head_dim);
 }
 
@@ -42,12 +46,16 @@ int32_t kestrel_kv_create(const kestrel_model *model, int32_t capacity, int32_t 
     const int64_t bytes = kestrel_kv_bytes(c, capacity, max_rows, type);
     if (bytes < 0) return KESTREL_E_ARGUMENT;
     kestrel_kv *kv = malloc(sizeof *kv);
-    uint8_t *data = aligned_alloc(64, (size_t)round_up(bytes, 64)); /* large: fresh pages, touched only as positions are used */
+    const int64_t alignment = bytes < HUGE_PAGE ? 64 : HUGE_PAGE, size = round_up(bytes, alignment);
+    uint8_t *data = aligned_alloc((size_t)alignment, (size_t)size); /* large: fresh pages, touched only as positions are used */
     if (!kv || !data) {
         free(kv);
         free(data);
         return KESTREL_E_MEMORY;
     }
+#ifdef MADV_HUGEPAGE
+    if (size >= HUGE_PAGE) madvise(data, (size_t)size, MADV_HUGEPAGE); /* advice: what becomes of it is no matter */
+#endif
     *kv = (kestrel_kv){.type = type, .n_layers = c->n_layers, .n_kv_heads = c->n_kv_heads, .head_dim = c->head_dim, .capacity = capacity,
                        .max_rows = max_rows, .slots = round_up(capacity, SPAN), .data = data};
     *out = kv;

@@ -8,7 +8,7 @@ struct kestrel_kv {
     int32_t type, n_layers, n_kv_heads, head_dim;
     int32_t capacity, max_rows, length;
     int64_t slots; /* capacity rounded up to whole spans */
-    uint8_t *data; /* [layer][kv head][K, V][span]: K blocks or V rows of SPAN keys, int8: then their scales */
+    uint8_t *data; /* [span][layer][kv head][K, V]: K blocks or V rows of SPAN keys, int8: then their scales */
 };
 
 /* Where span `span` of a layer's head begins: its K blocks and V rows. */

@@ -7,7 +7,11 @@
 #include <limits.h>
 #include <math.h>
 
-static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t span, float *states, float *work)
+static int32_t first_span(const step *s, const kestrel_tile *tile) { return s->model->lo[tile->row0] / SPAN; }
+static int32_t last_span(const step *s, const kestrel_tile *tile) { return s->model->hi[tile->row0 + tile->rows - 1] / SPAN; }
+
+/* Keys and values of a span of a tile; next: the tile and span that come after it, or NULL. */
+static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t span, const kestrel_tile *next, int32_t next_span, float *states, float *work)
 {
     const kestrel_model *m = s->model;
     const kestrel_config *c = &m->config;
@@ -15,7 +19,9 @@ static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t spa
     kestrel_span a = {.type = tile->kv->type, .d = c->head_dim, .begin = span * SPAN, .queries = tile->rows * group, .q_stride = m->qkv_columns, .group = group,
                       .q = m->qkv + (int64_t)tile->row0 * m->qkv_columns + (int64_t)tile->head * group * c->head_dim, .lo = m->lo + tile->row0,
                       .hi = m->hi + tile->row0, .state = states, .work = work};
+    const void *v;
     kestrel_kv_span(tile->kv, s->layer, tile->head, span, &a.k, &a.v);
+    if (next) kestrel_kv_span(next->kv, s->layer, next->head, next_span, &a.next, &v);
     return a;
 }
 
@@ -35,9 +41,6 @@ static void finish_tile(const step *s, const kestrel_tile *tile, const float *st
                                     m->attended + (tile->row0 + i / group) * c->n_heads * d + (tile->head * group + i % group) * d);
 }
 
-static int32_t first_span(const step *s, const kestrel_tile *tile) { return s->model->lo[tile->row0] / SPAN; }
-static int32_t last_span(const step *s, const kestrel_tile *tile) { return s->model->hi[tile->row0 + tile->rows - 1] / SPAN; }
-
 /* Enough tiles for all threads: one task walks all spans of its tile. */
 static void tile_task(void *arg, int32_t task, int32_t thread)
 {
@@ -47,8 +50,10 @@ static void tile_task(void *arg, int32_t task, int32_t thread)
     float *states = m->states + (int64_t)thread * m->tile_queries * (STATE_HEAD + m->config.head_dim);
     float *work = m->work + (int64_t)thread * m->tile_queries * SPAN;
     empty_states(s, tile, states);
-    for (int32_t span = first_span(s, tile); span <= last_span(s, tile); span++) {
-        const kestrel_span a = span_of(s, tile, span, states, work);
+    const kestrel_tile *after = task + 1 < s->tiles ? tile + 1 : NULL;
+    for (int32_t span = first_span(s, tile), last = last_span(s, tile); span <= last; span++) {
+        const bool stay = span < last;
+        const kestrel_span a = span_of(s, tile, span, stay ? tile : after, stay ? span + 1 : after ? first_span(s, after) : 0, states, work);
         m->kernels.attention_span(&a);
     }
     finish_tile(s, tile, states);
@@ -60,17 +65,19 @@ static float *partial_states(const step *s, int32_t tile, int32_t span)
     return m->partials + ((int64_t)tile * WAVE + span % WAVE) * m->tile_queries * (STATE_HEAD + m->config.head_dim);
 }
 
-/* Few tiles: each span of a wave is a task with a state of its own, and merge_task joins them in the same ascending order. */
+/* Few tiles: each span of a wave is a task with a state of its own, and merge_task joins them in the same ascending order. A span's heads lie together. */
 static void span_task(void *arg, int32_t task, int32_t thread)
 {
     step *s = arg;
     kestrel_model *m = s->model;
-    const int32_t t = task / s->wave_spans, span = s->wave_begin + task % s->wave_spans;
+    const int32_t t = task % s->tiles, span = s->wave_begin + task / s->tiles;
     const kestrel_tile *tile = &m->tiles[t];
     if (span < first_span(s, tile) || span > last_span(s, tile)) return;
     float *states = partial_states(s, t, span);
     empty_states(s, tile, states);
-    const kestrel_span a = span_of(s, tile, span, states, m->work + (int64_t)thread * m->tile_queries * SPAN);
+    const bool stay = t + 1 < s->tiles; /* with this span, for its next head */
+    const kestrel_tile *after = stay ? tile + 1 : span + 1 < s->wave_begin + s->wave_spans ? m->tiles : NULL;
+    const kestrel_span a = span_of(s, tile, span, after, stay ? span : span + 1, states, m->work + (int64_t)thread * m->tile_queries * SPAN);
     m->kernels.attention_span(&a);
 }
 

@@ -121,7 +121,7 @@ static void run(const problem *t, kestrel_attention_span_fn *f, int place, float
     buffer_seal(k); buffer_seal(v); buffer_seal(q); buffer_seal(lo); buffer_seal(hi);
     float *state = buffer_new((size_t)states * 4, 4, place, 0), *work = buffer_new((size_t)(queries * SPAN) * 4, 4, place, place == AT_HEAD ? 0xff : 0x5a);
     memcpy(state, t->state, (size_t)states * 4);
-    const kestrel_span span = {k - block0 * KEY_BLOCK * d * size, v - row0 * d * size, t->type, t->d, t->begin, t->queries, q, q_stride, t->group, lo, hi, state, work};
+    const kestrel_span span = {k - block0 * KEY_BLOCK * d * size, v - row0 * d * size, t->type, t->d, t->begin, t->queries, q, q_stride, t->group, lo, hi, state, work, NULL};
     f(&span);
     memcpy(state_out, state, (size_t)states * 4);
     check_end_case();
@@ -301,7 +301,7 @@ void bench_attention_span(const kestrel_variant *v)
             for (int64_t j = 0; j < queries * d; j++) q[j] = random_float();
             int32_t *lo = bench_memory((size_t)rows * 4), *hi = bench_memory((size_t)rows * 4);
             for (int32_t r = 0; r < rows; r++) hi[r] = 4 * SPAN;
-            load l = {v, {k, values, cache, d, SPAN, queries, q, (int64_t)group * d, group, lo, hi, bench_memory((size_t)(queries * (STATE_HEAD + d)) * 4), bench_memory((size_t)(queries * SPAN) * 4)}};
+            load l = {v, {k, values, cache, d, SPAN, queries, q, (int64_t)group * d, group, lo, hi, bench_memory((size_t)(queries * (STATE_HEAD + d)) * 4), bench_memory((size_t)(queries * SPAN) * 4), k}};
             for (int32_t j = 0; j < queries; j++) l.span.state[j * (STATE_HEAD + d)] = -INFINITY;
             char shape[40];
             snprintf(shape, sizeof shape, "%s d=%d group=%d queries=%d", type_name[cache], d, group, queries);
