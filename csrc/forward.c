@@ -128,6 +128,16 @@ static void matmul_panels(const step *s, int64_t begin, int64_t end, float *dst,
         s->model->kernels.matmul_f32(data, end - begin, w->k, s->src, s->src_stride, s->dst_rows, dst, dst_stride);
 }
 
+static bool all_finite(const float *x, int64_t n)
+{
+    uint32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t magnitude = kestrel_f32_bits(x[i]) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most < 0x7f800000u;
+}
+
 static void matmul_task(void *arg, int32_t task, int32_t thread)
 {
     step *s = arg;
@@ -144,10 +154,13 @@ static void matmul_task(void *arg, int32_t task, int32_t thread)
         const int64_t column = (end - 1) * PANEL;
         for (int32_t i = 0; i < s->dst_rows; i++) memcpy(s->dst + i * s->dst_stride + column, tail + i * PANEL, (size_t)(w->n - column) * sizeof *tail);
     }
-    if (!w->bias) return;
-    const int64_t last = hangs_over ? w->n : end * PANEL;
-    for (int32_t i = 0; i < s->dst_rows; i++)
-        for (int64_t column = begin * PANEL; column < last; column++) s->dst[i * s->dst_stride + column] += w->bias[column];
+    if (!w->bias && !s->finite) return;
+    const int64_t first = begin * PANEL, count = (hangs_over ? w->n : end * PANEL) - first;
+    for (int32_t i = 0; i < s->dst_rows; i++) {
+        float *row = s->dst + i * s->dst_stride + first;
+        for (int64_t j = 0; w->bias && j < count; j++) row[j] += w->bias[first + j];
+        if (s->finite && !all_finite(row, count)) report_bad_row(s->model, s->finite[i]);
+    }
 }
 
 static void norm_heads(kestrel_model *m, float *x, int32_t heads, const float *gain, int32_t row)
@@ -272,16 +285,6 @@ static int32_t layers(step *s, int32_t cancel_fd)
     return KESTREL_OK;
 }
 
-static void finite_task(void *arg, int32_t task, int32_t thread)
-{
-    step *s = arg;
-    const float *row = s->dst + task * s->dst_stride;
-    uint32_t bad = 0;
-    (void)thread;
-    for (int64_t i = 0; i < s->weight->n; i++) bad |= !(row[i] >= -3.402823466e38f && row[i] <= 3.402823466e38f);
-    if (bad) report_bad_row(s->model, s->pick[task]);
-}
-
 /* Final norm and head over the picked rows, one matmul; logits land in dst. */
 static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
 {
@@ -296,8 +299,9 @@ static int32_t head(step *s, const int32_t *pick, int32_t rows, float *dst)
         s->maxima = maxima;
         return KESTREL_OK;
     }
+    s->finite = pick;
     matmul(s, rows, dst, c->vocab_size);
-    kestrel_run(s, finite_task, rows);
+    s->finite = NULL;
     return not_finite(s, c->n_layers);
 }
 

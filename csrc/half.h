@@ -58,4 +58,23 @@ static inline uint16_t kestrel_f32_to_f16(float x)
 #endif
 }
 
+/* The same of n finite numbers at once. */
+static inline void kestrel_f32_to_f16_finite(const float *x, int64_t n, uint16_t *h)
+{
+    int64_t i = 0;
+#if defined(__F16C__)
+    const __m256 most = _mm256_set1_ps(65504.0f), least = _mm256_set1_ps(-65504.0f);
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    for (; i < n; i++) { /* one conversion for four: fcvtn */
+        float c = x[i] < 65504.0f ? x[i] : 65504.0f;
+        c = c > -65504.0f ? c : -65504.0f;
+        const __fp16 half = c;
+        memcpy(h + i, &half, 2);
+    }
+#endif
+    for (; i < n; i++) h[i] = kestrel_f32_to_f16(x[i]);
+}
+
 #endif

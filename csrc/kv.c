@@ -86,7 +86,12 @@ void kestrel_kv_span(const kestrel_kv *kv, int32_t layer, int32_t head, int32_t 
 }
 
 /* A finite value too large for f16 becomes its largest one; Inf becomes NaN, so that it is reported and not made a number. */
-static inline uint16_t cached(float x) { return (kestrel_f32_bits(x) & 0x7fffffffu) == 0x7f800000u ? 0x7e00 : kestrel_f32_to_f16(x); }
+static void to_half(const float *x, int64_t d, bool finite, uint16_t *half)
+{
+    if (finite) kestrel_f32_to_f16_finite(x, d, half);
+    else
+        for (int64_t c = 0; c < d; c++) half[c] = (kestrel_f32_bits(x[c]) & 0x7fffffffu) == 0x7f800000u ? 0x7e00 : kestrel_f32_to_f16(x[c]);
+}
 
 /* max |x|, as bits: NaN > Inf > finite. */
 static uint32_t largest(const float *x, int64_t d)
@@ -128,7 +133,8 @@ void kestrel_kv_store(kestrel_kv *kv, int32_t layer, int32_t head, int32_t posit
     uint8_t *keys = span_data(kv, layer, head, 0, position / SPAN), *values = span_data(kv, layer, head, 1, position / SPAN);
     const int64_t d = kv->head_dim, key = position % SPAN, k0 = k_index(d, key, 0), v0 = v_index(d, key, 0);
     float not_finite[MOST_D];
-    if (largest(k, d) >= 0x7f800000u) { /* a score of NaN or -Inf gives p = 0: only V can report such a key */
+    const bool finite = largest(k, d) < 0x7f800000u;
+    if (!finite) { /* a score of NaN or -Inf gives p = 0: only V can report such a key */
         for (int64_t c = 0; c < d; c++) not_finite[c] = NAN;
         v = not_finite;
     }
@@ -137,8 +143,10 @@ void kestrel_kv_store(kestrel_kv *kv, int32_t layer, int32_t head, int32_t posit
         for (int64_t c = 0; c < d; c++) ((float *)keys)[k0 + c * KEY_BLOCK] = k[c];
         memcpy((float *)values + v0, v, (size_t)d * sizeof *v);
     } else {
-        for (int64_t c = 0; c < d; c++) ((uint16_t *)keys)[k0 + c * KEY_BLOCK] = cached(k[c]);
-        for (int64_t c = 0; c < d; c++) ((uint16_t *)values)[v0 + c] = cached(v[c]);
+        uint16_t half[MOST_D];
+        to_half(k, d, finite, half);
+        for (int64_t c = 0; c < d; c++) ((uint16_t *)keys)[k0 + c * KEY_BLOCK] = half[c];
+        to_half(v, d, largest(v, d) < 0x7f800000u, (uint16_t *)values + v0);
     }
 }
 

@@ -17,7 +17,7 @@ static inline uint32_t key_id(uint64_t key) { return 0xffffffffu - (uint32_t)key
 
 enum { LANES = 32 }; /* elements of a row taken together, so that compilers vectorise */
 
-/* NaN or +Inf anywhere in [0, n)? -Inf is a legal "never". */
+/* No NaN or +Inf in [0, n)? -Inf is a legal "never". */
 static bool row_ok(const float *logits, int32_t n)
 {
     uint32_t bad = 0;
@@ -28,12 +28,23 @@ static bool row_ok(const float *logits, int32_t n)
 int32_t kestrel_argmax(const float *logits, int32_t n)
 {
     float lane[LANES], best = logits[0];
+    uint32_t bad[LANES] = {0}, any = 0; /* as in row_ok, in the same walk: a row comes from the other cores' caches */
     int32_t i = 0;
     for (int32_t j = 0; j < LANES; j++) lane[j] = best;
     for (; i + LANES <= n; i += LANES)
-        for (int32_t j = 0; j < LANES; j++) lane[j] = logits[i + j] > lane[j] ? logits[i + j] : lane[j];
-    for (int32_t j = 0; j < LANES; j++) best = lane[j] > best ? lane[j] : best;
-    for (; i < n; i++) best = logits[i] > best ? logits[i] : best;
+        for (int32_t j = 0; j < LANES; j++) {
+            lane[j] = logits[i + j] > lane[j] ? logits[i + j] : lane[j];
+            bad[j] |= !(logits[i + j] <= 3.402823466e38f);
+        }
+    for (int32_t j = 0; j < LANES; j++) {
+        best = lane[j] > best ? lane[j] : best;
+        any |= bad[j];
+    }
+    for (; i < n; i++) {
+        best = logits[i] > best ? logits[i] : best;
+        any |= !(logits[i] <= 3.402823466e38f);
+    }
+    if (any) return -1;
     for (i = 0; i + LANES <= n; i += LANES) {
         uint32_t found = 0;
         for (int32_t j = 0; j < LANES; j++) found |= logits[i + j] == best;
@@ -57,11 +68,20 @@ static double sum_exp(const float *logits, int32_t n, double max, double scale)
     return sum;
 }
 
+static bool any_above(const float *logits, float bound)
+{
+    uint32_t above = 0;
+    for (int32_t j = 0; j < LANES; j++) above |= logits[j] > bound;
+    return above;
+}
+
 void kestrel_best(const float *logits, int32_t n, int32_t count, int32_t *ids)
 {
     int32_t have = 0;
     float worst = 0.0f; /* of a full list */
     for (int32_t i = 0; i < n && count; i++) {
+        while (have == count && i + LANES <= n && !any_above(logits + i, worst)) i += LANES;
+        if (i == n) break;
         if (have == count && !(logits[i] > worst)) continue; /* equal: the lower id is already in */
         int32_t at = have < count ? have++ : count - 1;
         for (; at > 0 && logits[i] > logits[ids[at - 1]]; at--) ids[at] = ids[at - 1];
@@ -118,13 +138,14 @@ int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampl
     if (!(s->temperature >= 0.0 && s->temperature <= 1e6) || !(s->top_p > 0.0 && s->top_p <= 1.0) || !(s->min_p >= 0.0 && s->min_p <= 1.0) ||
         s->top_k < 0 || (s->temperature > 0.0 && !work))
         return KESTREL_E_ARGUMENT;
-    if (!row_ok(logits, sampled)) return KESTREL_E_NOT_FINITE;
     if (changes) {
+        if (!row_ok(logits, sampled)) return KESTREL_E_NOT_FINITE;
         const int32_t status = kestrel_change_logits(logits, sampled, s, row);
         if (status) return status;
         logits = row;
     }
     const int32_t best = kestrel_argmax(logits, sampled);
+    if (best < 0) return KESTREL_E_NOT_FINITE;
     if (s->temperature == 0.0 || s->top_k == 1 || logits[best] == -INFINITY) {
         *token = best;
         return logits[best] == -INFINITY ? KESTREL_E_NOT_FINITE : KESTREL_OK;
@@ -169,8 +190,9 @@ int32_t kestrel_sample(const float *logits, int32_t sampled, const kestrel_sampl
 int32_t kestrel_logsumexp(const float *logits, int32_t n, double *value)
 {
     if (!logits || n < 1 || !value) return KESTREL_E_ARGUMENT;
-    if (!row_ok(logits, n)) return KESTREL_E_NOT_FINITE;
-    const double max = logits[kestrel_argmax(logits, n)];
+    const int32_t best = kestrel_argmax(logits, n);
+    if (best < 0) return KESTREL_E_NOT_FINITE;
+    const double max = logits[best];
     *value = max + kestrel_log(sum_exp(logits, n, max, 1.0));
     return KESTREL_OK;
 }

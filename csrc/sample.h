@@ -5,7 +5,7 @@
 #include "kestrel.h"
 #include <stdbool.h>
 
-int32_t kestrel_argmax(const float *logits, int32_t n); /* lowest id on a tie */
+int32_t kestrel_argmax(const float *logits, int32_t n); /* lowest id on a tie; -1 when the row holds NaN or +Inf */
 /* Ids of the `count` best of n, logit descending, id ascending; count <= n. */
 void kestrel_best(const float *logits, int32_t n, int32_t count, int32_t *ids);
 /* The `count` best of n, logit descending, id ascending; count <= n. */

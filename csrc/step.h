@@ -18,6 +18,7 @@ typedef struct step {
     float *dst;
     int64_t dst_stride;
     int32_t dst_rows, tasks;
+    const int32_t *finite; /* NULL, or the matmul's output is checked: which row of the pass each of its rows is */
     /* norm */
     const float *gain, *post_gain;
     float *delta;
