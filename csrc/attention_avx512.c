@@ -14,6 +14,8 @@ enum { QUERIES = 8, MOST_D = 512 };
 /* Vectors a tile of n queries is wide: 8 to 16 chains of fma hide its latency. */
 INLINE int width(int n) { return n <= 4 ? 4 : 2; }
 
+INLINE int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
+
 INLINE __m512 load(const void *p, int32_t type, int64_t i)
 {
     if (type == KESTREL_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)((const int8_t *)p + i))));
@@ -35,11 +37,13 @@ INLINE void scores_part(const kestrel_span *a, int32_t type, int32_t key, const 
     for (int i = 0; i < n; i++)
         for (int j = 0; j < vectors; j++) s[i][j] = _mm512_setzero_ps();
     /* hot loop: q . k over d; 32 or 64 keys */
-    for (int64_t c = 0; c < d; c++)
+    for (int64_t c = 0; c < d; c++) {
+        for (int j = 0; j < vectors; j += 2) _mm_prefetch((const char *)a->v + (block + (j / 2 * d + c) * KEY_BLOCK) * element_bytes(type), _MM_HINT_T1); /* as avx2 */
         for (int j = 0; j < vectors; j++) {
             const __m512 v = load(a->k, type, block + (j / 2 * d + c) * KEY_BLOCK + 16 * (j % 2));
             for (int i = 0; i < n; i++) s[i][j] = _mm512_fmadd_ps(_mm512_set1_ps(q[i][c]), v, s[i][j]);
         }
+    }
     for (int i = 0; i < n; i++)
         for (int j = 0; j < vectors; j++)
             _mm512_storeu_ps(score[i] + key + 16 * j, type == KESTREL_INT8 ? _mm512_mul_ps(s[i][j], _mm512_loadu_ps(scale + 16 * j)) : s[i][j]);
@@ -90,11 +94,13 @@ INLINE void values_part(const kestrel_span *a, int32_t type, int32_t begin, int3
     __m512 o[QUERIES][4];
     for (int i = 0; i < n; i++)
         for (int j = 0; j < vectors; j++) o[i][j] = _mm512_loadu_ps(out[i] + c + 16 * j);
-    for (int32_t t = begin; t < end; t++)
+    for (int32_t t = begin; t < end; t++) {
+        for (int j = 0; j < vectors; j += 2) _mm_prefetch((const char *)a->next + (t * (int64_t)a->d + c + 16 * j) * element_bytes(type), _MM_HINT_T1);
         for (int j = 0; j < vectors; j++) {
             const __m512 row = load(a->v, type, t * (int64_t)a->d + c + 16 * j);
             for (int i = 0; i < n; i++) o[i][j] = _mm512_fmadd_ps(_mm512_set1_ps(p[i][t]), row, o[i][j]);
         }
+    }
     for (int i = 0; i < n; i++)
         for (int j = 0; j < vectors; j++) _mm512_storeu_ps(out[i] + c + 16 * j, o[i][j]);
 }

@@ -38,6 +38,14 @@ INLINE void load(const void *p, int64_t at, int32_t type, int vectors, float32x4
     }
 }
 
+INLINE int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
+
+/* Into the second cache level: V while K is read, the next span's K while V is. On avx2 that was worth a third of a span's time; not measured on a board. */
+INLINE void fetch(const void *p, int64_t at, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + at + i, 0, 2);
+}
+
 INLINE void scores_step(float32x4_t s[TILE][8], const void *k, int64_t at, int32_t type, const float32x4_t *q, int lane, int n)
 {
     float32x4_t v[8];
@@ -66,6 +74,7 @@ INLINE void scores(const kestrel_span *a, const tile *t, int32_t begin, int32_t 
         for (int64_t c = 0; c < d; c += 4) {
             UNROLL
             for (int i = 0; i < n; i++) q[i] = vld1q_f32(t->q[i] + c);
+            fetch(a->v, (key * d + c * keys) * element_bytes(type), 4 * keys * element_bytes(type));
             scores_step(s, a->k, block + c * KEY_BLOCK, type, q, 0, n);
             scores_step(s, a->k, block + (c + 1) * KEY_BLOCK, type, q, 1, n);
             scores_step(s, a->k, block + (c + 2) * KEY_BLOCK, type, q, 2, n);
@@ -142,6 +151,7 @@ INLINE void values_part(const kestrel_span *a, float *const *score, float *const
     for (; key + 4 <= end; key += 4) {
         UNROLL
         for (int i = 0; i < n; i++) p[i] = vld1q_f32(score[i] + key);
+        fetch(a->next, (key * d + 4 * c) * element_bytes(type), 16 * vectors * element_bytes(type));
         values_step(o, a->v, key * d + c, type, p, 0, n, vectors);
         values_step(o, a->v, (key + 1) * d + c, type, p, 1, n, vectors);
         values_step(o, a->v, (key + 2) * d + c, type, p, 2, n, vectors);
