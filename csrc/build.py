@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build libkestrel.so with nothing but a C compiler and the standard library of Python.
 
-    python3 csrc/build.py [--cc CC] [--out DIR] [--sanitize address|thread|undefined]
+    python3 csrc/build.py [--cc CC] [--out DIR] [--sanitize address|address,undefined|thread|undefined]
                           [--target lib|checkasm|all] [--jobs N] [--werror]
 
 The target architecture is what the compiler says (``$CC -dumpmachine``). A file csrc/<op>.c is a baseline
@@ -274,7 +274,7 @@ def build(cc: Optional[str] = None, out: Optional[Path] = None, sanitize: Option
     # sanitized kernels are checked, not timed: at -O3 gcc takes a minute for one of them
     base = ["-O1" if checks else "-O3"] + cflags + NUMERICS + COMMON + (["-Werror"] if werror else []) + checks + have
 
-    folder = ROOT / "build" / (machine + (f"-{sanitize}" if sanitize else ""))
+    folder = ROOT / "build" / (machine + ("-" + sanitize.replace(",", "-") if sanitize else ""))
     folder.mkdir(parents=True, exist_ok=True)
     native = architecture == architecture_of(platform.machine()) and not sanitize
     out = Path(out).resolve() if out else (ROOT / "kestrel" if native else folder)
@@ -319,7 +319,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--cc", help="C compiler, with arguments if need be (default: $CC, cc, gcc, clang)")
     ap.add_argument("--out", type=Path, help="folder for libkestrel.so (default: kestrel/)")
-    ap.add_argument("--sanitize", choices=("address", "thread", "undefined"))
+    ap.add_argument("--sanitize", choices=("address", "address,undefined", "thread", "undefined"))
     ap.add_argument("--target", choices=("lib", "checkasm", "all"), default="all")
     ap.add_argument("--jobs", type=int)
     ap.add_argument("--werror", action="store_true")

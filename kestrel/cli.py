@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
@@ -311,8 +312,23 @@ def _refuses_output() -> bool:
     return False
 
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _end_on(number: int, frame: Any) -> NoReturn:
+    """Ends the command by way of its finally blocks, which take away what is half written, with the code a shell gives for the signal."""
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)    # a second one would interrupt them
+    sys.exit(128 + number)
+
+
 def main(argv: Optional[List[str]] = None) -> NoReturn:
-    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input, a stream or file that fails), 3 (`bench --strict`: a spoiled row), 130 (interrupted)."""
+    """Runs `kestrel` and exits: 0, 1 (a check failed), 2 (bad input, a stream or file that fails), 3 (`bench --strict`: a spoiled row), 128 + a signal's number."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:   # as __main__ left it for the time of the imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:      # not under nohup
+            signal.signal(number, _end_on)
     if sys.stderr is None:  # closed by the caller: what is said there goes nowhere
         sys.stderr = open(os.devnull, "w")
     try:

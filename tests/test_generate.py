@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
-import struct
-import threading
 
 import pytest
 import toy
-from kestrel.convert import convert
+from record import PROMPTS, Record, toy_model
+
 from kestrel.errors import KestrelError
 from kestrel.generate import Model
-from kestrel.toy import write_toy
 
 native_only = pytest.mark.native_only  # the loop is Python: a few of its tests on ARM, all of them natively
 DRAFTS = (0, "off", "auto", 1, 3, 4, 7, 15, 16, 32)
@@ -23,46 +19,10 @@ DRAFTS = (0, "off", "auto", 1, 3, 4, 7, 15, 16, 32)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("toy") / "toy.kestrel")
-    write_toy(path)
-    return Model.load(path, threads=2, chunk=512)
+    return toy_model(tmp_path_factory.mktemp("toy"))
 
 
-PROMPTS = {
-    "one word x 48": " word" * 48,
-    "code": "def add(a, b):\n    return a + b\n\ndef add(a, b, c):\n    return a + b + c\n",
-    "prose": "It was the quiet hour after rain.",
-}
 SAMPLING = {"greedy": {}, "seeded": {"temperature": 2.0, "seed": 11}, "cut": {"temperature": 3.0, "top_k": 12, "top_p": 0.9, "min_p": 0.02, "seed": 5}}
-
-
-class Record:
-    """An answer and everything it may be compared by: ids, text, pieces, reason, a hash of all logits, the cache."""
-
-    def __init__(self, model, prompt, **options):
-        seen = hashlib.sha256()
-        self.positions = []
-
-        def observe(position, token, logits):
-            self.positions.append(position)
-            seen.update(struct.pack("<qi", position, token) + logits.tobytes())
-
-        ids = model.encode(prompt)
-        kv = model.new_kv(len(ids) + options.get("max_tokens", 128))
-        self.generation = model.generate(ids, observer=observe, kv=kv, **options)
-        self.pieces = list(self.generation)
-        self.text, self.ids, self.reason = self.generation.text, self.generation.token_ids, self.generation.finish_reason
-        self.logits, self.cache = seen.hexdigest(), kv.export()
-        self.statistics = self.generation.statistics
-        assert "".join(self.pieces) == self.text
-        assert self.positions == list(range(len(ids), len(ids) + len(self.ids)))
-        assert kv.length == len(ids) + len(self.ids) - 1  # the last token was never fed
-        s = self.statistics
-        assert sum(s.accepted_histogram) == s.forwards
-        assert sum(i * n for i, n in enumerate(s.accepted_histogram)) == s.accepted <= s.proposed
-
-    def answer(self):
-        return self.ids, self.text, self.reason, self.logits, self.cache
 
 
 # --- drafts, chunks, threads ----------------------------------------------------------------------------------------------
@@ -272,7 +232,7 @@ def test_spans_say_what_was_drafted(model):
         drafted += "".join(text for text, accepted in answer.spans if accepted)
         bonus += "".join(text for text, accepted in answer.spans if not accepted)
     assert len(drafted) + len(bonus) == len(answer.text) and drafted and bonus
-    script = toy.Script(ALPHABET)
+    script = toy.Script(toy.ALPHABET)
     answer = Model.load(script.path).generate([script.start], draft=toy.Known([script.start], script.ids, 2, 1), max_tokens=9)
     assert [answer.spans for _ in answer] == [[("a", True), ("b", True), ("c", False)], [("d", True), ("e", True), ("f", False)],
                                               [("g", True), ("h", True), ("i", False)]]
@@ -285,305 +245,6 @@ def test_spans_say_what_was_drafted(model):
 def test_impossible_sources(model, options, words):
     with pytest.raises(KestrelError, match=words):
         model.generate("abc", **options)
-
-
-# --- where an answer ends ------------------------------------------------------------------------------------------------------
-
-@native_only
-@pytest.mark.parametrize("draft", [0, 1, 4, 32])
-def test_max_tokens_and_the_end_of_the_context(model, draft):
-    """Case 4: the draft is longer than the room left."""
-    ids = model.encode(" word" * 20)
-    plain = Record(model, ids, draft=0, max_tokens=40)
-    for room in (1, 2, 3, 5, 33):
-        short = Record(model, ids, draft=draft or 0, max_tokens=room)
-        assert (short.ids, short.reason) == (plain.ids[:room], "length")
-        right = Record(model, ids, draft=toy.Known(ids, plain.ids), max_tokens=room)
-        assert right.answer() == short.answer()
-        narrow = Model.load(model.packed.path, threads=1, ctx=len(ids) + room)
-        answer = narrow.generate(ids, draft=draft, max_tokens=1000).run()
-        assert (answer.token_ids, answer.finish_reason) == (plain.ids[:room], "length")
-
-
-def test_a_prompt_that_fills_the_context_is_refused(model):
-    narrow = Model.load(model.packed.path, threads=1, ctx=10)
-    with pytest.raises(KestrelError, match="prompt: 10 tokens leave no room in a context of 10"):
-        narrow.generate([1] * 10)
-    assert len(narrow.generate([1] * 9, max_tokens=5).run().token_ids) == 1
-
-
-@native_only
-def test_no_end_id_configured():
-    """Case 3."""
-    model = Model.load(toy.packed("tiny-tied", eos_token_id=None, bos_token_id=None, pad_token_id=None))
-    assert model.config.eos_token_ids == ()
-    answer = model.generate("abc", max_tokens=30).run()
-    assert len(answer.token_ids) == 30 and answer.finish_reason == "length"
-
-
-ALPHABET = [bytes([c]) for c in b"abcdefghij"]
-
-
-def answers_of(script, max_tokens=40, **options):
-    """The same request plain and with drafts that know what comes, beyond the end too; all must be one answer."""
-    model = Model.load(script.path, threads=1)
-    beyond = (script.ids + [script.start] * (script.end in script.ids)) * 10
-    plain = Record(model, [script.start], draft=0, max_tokens=max_tokens, **options)
-    for k in (1, 2, 3, 5, 32):
-        drafted = Record(model, [script.start], draft=toy.Known([script.start], beyond, k), max_tokens=max_tokens, **options)
-        assert drafted.answer() == plain.answer(), k
-        if k == 32:
-            assert drafted.statistics.forwards < max(2, plain.statistics.forwards // 2 + 1)
-    return plain
-
-
-@native_only
-@pytest.mark.parametrize("length", range(1, 10))
-def test_end_id_inside_an_accepted_draft(length):
-    """Case 5: ids, text, cache and accounting stop there, wherever in the draft it lies."""
-    script = toy.Script(ALPHABET[:length])
-    plain = answers_of(script)
-    assert plain.ids == script.ids and plain.ids[-1] == script.end
-    assert plain.text == "abcdefghij"[:length] and plain.reason == "stop"
-
-
-@native_only
-def test_every_id_of_an_end_list():
-    for at in range(10):
-        script = toy.Script(ALPHABET, extra_ends=[toy.Script(ALPHABET).ids[at]])
-        plain = answers_of(script)
-        assert plain.ids == script.ids[:at + 1] and plain.text == "abcdefghij"[:at] and plain.reason == "stop"
-
-
-@native_only
-def test_ends_known_to_generation_config_only(tmp_path):
-    folder = toy.checkpoint("tiny-tied", eos_token_id=None)
-    endless = str(tmp_path / "endless")
-    convert(str(folder), endless)
-    ids = Model.load(endless).generate("abc", max_tokens=30).run().token_ids
-    end = next(t for t in ids[3:] if t not in ids[:3])
-    config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [300, end]}))
-    convert(str(folder), str(tmp_path / "ends"))
-    answer = Model.load(str(tmp_path / "ends")).generate("abc", max_tokens=30).run()
-    assert answer.token_ids == ids[:ids.index(end) + 1] and answer.finish_reason == "stop"
-    going_on = Model.load(str(tmp_path / "ends")).generate("abc", max_tokens=30, ignore_end=True).run()
-    assert going_on.token_ids == ids and going_on.finish_reason == "length"
-
-
-WORDS = [b"one ", b"tw", b"o<", b"en", b"d>", b" three", b"<e", b"nd", b"!", b"five\n"]
-WHOLE = b"".join(WORDS).decode()
-
-
-@native_only
-def test_every_stop_string_of_the_text():
-    """Case 6: inside a token, over two, three, more; each with and without drafts, streamed and joined."""
-    script = toy.Script(WORDS)
-    stops = {WHOLE[i:i + n] for n in (1, 2, 3, 5, 6, 9) for i in range(len(WHOLE) - n + 1)}
-    assert "<end>" in stops and len(stops) > 100
-    model = Model.load(script.path, threads=1)
-    for stop in sorted(stops):
-        end = WHOLE.index(stop) + len(stop)
-        committed = next(i + 1 for i in range(len(WORDS)) if len(b"".join(WORDS[:i + 1])) >= end)
-        for draft in (0, toy.Known([script.start], script.ids * 2)):
-            record = Record(model, [script.start], draft=draft, max_tokens=40, stop=[stop])
-            assert (record.text, record.reason, record.ids) == (WHOLE[:end - len(stop)], "stop", script.ids[:committed]), stop
-
-
-@native_only
-@pytest.mark.parametrize("stops, expected", [
-    (["<end>", "o<"], "one tw"), (["<end>", "<e"], "one two"), (["!", " three", "zzz"], "one two<end>"), (["<end>\n", "end>!"], WHOLE),
-    (["five\n\n"], WHOLE), (["five\n"], WHOLE[:-5]), (["<enemy", "<end?"], WHOLE)])
-def test_several_stop_strings_and_false_prefixes(stops, expected):
-    plain = answers_of(toy.Script(WORDS), stop=stops)
-    assert plain.text == expected
-    assert plain.reason == "stop"
-
-
-def test_a_single_stop_string_may_be_a_plain_text():
-    model = Model.load(toy.Script(WORDS).path)
-    assert model.generate([1], stop="<end>").run().text == "one two"
-
-
-def test_a_stop_string_in_the_prompt_does_not_count():
-    script = toy.Script(WORDS)
-    model = Model.load(script.path)
-    assert model.generate([*script.ids[:5], script.start], stop=["<end>"]).run().text == "one two"
-
-
-# Bytes of a text cut where no reader would: emoji of four bytes, CJK of three, an accent of two
-CHARACTERS = "a😀你好🎉é漢.𠜎"
-PIECES = [b"a\xf0", b"\x9f\x98", b"\x80\xe4", b"\xbd\xa0", b"\xe5\xa5", b"\xbd", b"\xf0\x9f", b"\x8e", b"\x89\xc3", b"\xa9\xe6\xbc", b"\xa2.\xf0\xa0",
-          b"\x9c\x8e"]
-
-
-def test_characters_cut_over_tokens():
-    """Case 15: no U+FFFD, nothing doubled, stream = whole."""
-    assert b"".join(PIECES).decode() == CHARACTERS
-    plain = answers_of(toy.Script(PIECES))
-    assert plain.text == CHARACTERS
-    assert all(piece in CHARACTERS for piece in plain.pieces)
-
-
-@native_only
-def test_an_answer_that_ends_inside_a_character():
-    script = toy.Script(PIECES)
-    for n in range(1, len(PIECES)):
-        plain = answers_of(script, max_tokens=n)
-        assert plain.text == b"".join(PIECES[:n]).decode("utf-8", "replace")
-        assert plain.reason == "length"
-
-
-@native_only
-def test_stop_strings_of_characters_cut_over_tokens():
-    script = toy.Script(PIECES)
-    for i, character in enumerate(CHARACTERS):
-        assert answers_of(script, stop=[character]).text == CHARACTERS[:i]
-
-
-@native_only
-def test_padded_vocabulary_is_never_sampled():
-    """Case 35: tiny-untied has logits for 384 ids and a tokenizer of 320."""
-    model = Model.load(toy.packed("tiny-untied", eos_token_id=None))
-    assert model.config.vocab_size == 384 and model.sampled_vocab == model.tokenizer.size == 320
-    best = []
-    answer = model.generate("abc", max_tokens=200, temperature=5.0, seed=1, observer=lambda position, token, logits: best.append(int(logits.argmax())))
-    ids = answer.run().token_ids
-    assert max(ids) < 320 and len(ids) == 200
-    assert max(best) >= 320  # they would have been chosen
-
-
-# --- what goes wrong in the middle ------------------------------------------------------------------------------------------------
-
-def assert_cache_is_a_prefix(kv, whole, ids):
-    """The cache holds positions of the plain answer and nothing else."""
-    assert kv.length <= len(ids)
-    size = kv.position_bytes // 3  # of one layer
-    layers = [whole[i * len(whole) // 3:][:kv.length * size] for i in range(3)]
-    assert kv.export() == b"".join(layers)
-    length = kv.length
-    kv.rewind(length)
-    assert kv.length == length
-
-
-@native_only
-@pytest.mark.parametrize("taken", [0, 1, 2, 5])
-@pytest.mark.parametrize("draft", [0, 4, "right"])
-def test_an_abandoned_answer(model, taken, draft):
-    """Case 9: never started (0), or closed after a few pieces."""
-    ids = model.encode(PROMPTS["code"])
-    plain = Record(model, ids, draft=0, max_tokens=40)
-    kv = model.new_kv(len(ids) + 40)
-    answer = model.generate(ids, draft=toy.Known(ids, plain.ids, 3) if draft == "right" else draft, max_tokens=40, kv=kv)
-    pieces = [next(answer) for _ in range(taken)]
-    answer.close()
-    answer.close()
-    assert answer.token_ids == plain.ids[:len(answer.token_ids)] and plain.text.startswith("".join(pieces))
-    assert answer.finish_reason is None
-    assert kv.length == (len(ids) + len(answer.token_ids) - 1 if taken else 0)
-    assert_cache_is_a_prefix(kv, plain.cache, ids + answer.token_ids)
-    assert list(answer) == []
-    assert Record(model, ids, draft=4, max_tokens=40).answer() == plain.answer()
-
-
-@native_only
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("k", [0, 4, 32])
-def test_an_exception_in_the_observer(model, at, k):
-    """Case 9: raised at the n-th token, in the middle of an accepted draft too."""
-    ids = model.encode(PROMPTS["code"])
-    plain = Record(model, ids, draft=0, max_tokens=20)
-    kv = model.new_kv(len(ids) + 20)
-    seen = []
-
-    def observer(position, token, logits):
-        if len(seen) == at:
-            raise RuntimeError("stop here")
-        seen.append(token)
-
-    answer = model.generate(ids, draft=toy.Known(ids, plain.ids, k), max_tokens=20, kv=kv, observer=observer)
-    with pytest.raises(RuntimeError, match="stop here"):
-        answer.run()
-    assert seen == answer.token_ids == plain.ids[:at]
-    assert_cache_is_a_prefix(kv, plain.cache, ids + answer.token_ids)
-    rest = "".join(answer)  # of the committed tokens of that pass
-    assert answer.text.endswith(rest) and plain.text.startswith(answer.text) and answer.token_ids == seen
-    assert Record(model, ids, draft=4, max_tokens=20).answer() == plain.answer()
-
-
-@native_only
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_exception_in_on_round(model, at):
-    """Case 9: raised between two rounds. What was committed stays, in the cache too."""
-    ids = model.encode(PROMPTS["code"])
-    plain = Record(model, ids, draft=0, max_tokens=20)
-    kv = model.new_kv(len(ids) + 20)
-    rounds = []
-
-    def on_round(done):
-        if len(rounds) == at:
-            raise RuntimeError("stop here")
-        rounds.append(done)
-
-    answer = model.generate(ids, draft=toy.Known(ids, plain.ids, 4), max_tokens=20, kv=kv, on_round=on_round)
-    with pytest.raises(RuntimeError, match="stop here"):
-        answer.run()
-    assert answer.token_ids == plain.ids[:len(answer.token_ids)] and len(answer.token_ids) > at
-    assert_cache_is_a_prefix(kv, plain.cache, ids + answer.token_ids)
-    assert Record(model, ids, draft=4, max_tokens=20).answer() == plain.answer()
-
-
-@native_only
-def test_answers_in_turns(model):
-    """Two answers of one model, a piece of each in turn."""
-    prompts = list(PROMPTS.values())
-    plain = [Record(model, p, draft=0, max_tokens=24).ids for p in prompts]
-    answers = [model.generate(p, draft=4, max_tokens=24) for p in prompts]
-    going = list(answers)
-    while going:
-        going = [a for a in going if next(a, None) is not None]
-    assert [a.token_ids for a in answers] == plain
-
-
-def test_answers_in_threads(model):
-    prompts = list(PROMPTS.values()) * 2
-    plain = [Record(model, p, draft=0, max_tokens=24).ids for p in prompts]
-    found = [None] * len(prompts)
-
-    def work(i):
-        found[i] = model.generate(prompts[i], draft=4 * (i % 2), max_tokens=24).run().token_ids
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == plain
-
-
-@native_only
-def test_a_signal_whose_handler_returns_does_not_end_the_answer(model):
-    """A window is resized, a child ends: the pass is made again."""
-    ids = [(3 * i) % 256 for i in range(1500)]
-    plain = Record(model, ids, draft=0, max_tokens=8)
-    seen, going = [], threading.Event()
-    previous = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
-
-    def send():
-        for _ in range(20):
-            if not going.wait(0.01):
-                os.kill(os.getpid(), signal.SIGUSR1)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        interrupted = Record(model, ids, draft=4, chunk=100, max_tokens=8)
-    finally:
-        going.set()
-        sender.join()
-        signal.signal(signal.SIGUSR1, previous)
-    assert seen
-    assert interrupted.answer() == plain.answer()
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ def golden(name):
 
 
 @pytest.mark.parametrize("name", toy.TINY)
-def test_tiny_models_match_transformers(name):
+def test_tiny_models_match_transformers(name, emulated):
     data = golden(name)
     model = ForwardModel(toy.packed(name, "f32"))
     logits = logits_of(model, data["ids"])
     assert np.abs(logits - data["logits"]).max() < TOLERANCE
-    if "long_ids" in data:
+    if "long_ids" in data and not emulated:     # float32 of a long context takes a minute there; test_model.py goes as far with int8
         assert data["long_rows"].max() >= 1100
         assert np.abs(logits_of(model, data["long_ids"], data["long_rows"]) - data["long_logits"]).max() < TOLERANCE
 

@@ -2,14 +2,13 @@
 """The cache's types, int8 above all: what a position holds depends on itself alone, and a pass's bits on nothing but the tokens."""
 from __future__ import annotations
 
-import random
 import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-import toy
+from truth import EVERY_MODEL, Paths, Truths, assert_same, cut
 
 from kestrel import _native
 from kestrel.errors import KestrelError
@@ -17,65 +16,23 @@ from kestrel.generate import Model
 from kestrel.model import KV_TYPES, ForwardModel, kv_position_bytes
 from kestrel.pack import PackedModel
 from kestrel.quality import default_text, quality
-from kestrel.toy import write_toy
 
 LENGTH = 420  # three spans and a bit
-MODELS = ("toy-int8", "toy-f32", "tiny-llama3-int8")
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for weights in ("int8", "f32"):
-        write_toy(str(folder / weights), weights)
-    return {"toy-int8": str(folder / "int8"), "toy-f32": str(folder / "f32"), "tiny-llama3-int8": toy.packed("tiny-llama3", "int8")}
-
-
-class Truth:
-    """LENGTH tokens one at a time with int8 K and V, by one thread and portable kernels."""
-
-    def __init__(self, path):
-        self.path = path
-        model = ForwardModel(path, threads=1, isa="portable", max_rows=33, kv_type="int8")
-        rng = random.Random(11)
-        self.vocab_size = model.config.vocab_size
-        self.ids = [rng.randrange(self.vocab_size) for _ in range(LENGTH)]
-        kv = model.new_kv(LENGTH)
-        logits = []
-        for token in self.ids:
-            model.forward(kv, [token], wanted=1)
-            logits.append(model.logits(0).copy())
-        self.logits = np.array(logits)
-        self.kv = np.frombuffer(kv.export(), np.uint8).reshape(model.config.num_hidden_layers, LENGTH, -1)
-
-    def raw(self, begin, end):
-        return self.kv[:, begin:end].tobytes()
+    return Paths(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def truths(paths):
-    return {name: Truth(path) for name, path in paths.items()}
-
-
-def assert_same(model, truth, begin, sizes, kv=None):
-    """Passes of these sizes after the first `begin` positions: every row's logits, and at the end every K and V row."""
-    if kv is None:
-        kv = model.new_kv(LENGTH)
-        kv.append(truth.raw(0, begin), begin)
-    for size in sizes:
-        at = kv.length
-        model.forward(kv, truth.ids[at:at + size], wanted=size)
-        assert model._logits[:size].tobytes() == truth.logits[at:at + size].tobytes(), f"pass of {size} rows at {at}, {model.threads} threads, {model.isa}"
-    assert kv.export() == truth.raw(0, kv.length)
-
-
-def cut(length, size):
-    return [size] * (length // size) + [length % size] * (length % size > 0)
+    return Truths(paths, LENGTH, "int8")
 
 
 @pytest.mark.parametrize("isa", _native.isa_names())
-@pytest.mark.parametrize("threads", [1, 2, pytest.param(3, marks=pytest.mark.native_only), 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("threads", [1, *(pytest.param(n, marks=pytest.mark.native_only) for n in (2, 3)), 4])
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_int8_rows_are_the_same_for_every_width_thread_and_instruction_set(truths, name, threads, isa):
     truth = truths[name]
     model = ForwardModel(truth.path, threads=threads, isa=isa, max_rows=512, kv_type="int8")
@@ -103,7 +60,7 @@ def test_int8_caches_together_rewound_and_with_dead_rows(truths):
         assert_same(model, truth, base, [1, 33], kv)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_int8_positions_are_the_rounded_ones_of_a_float_cache(truths, name):
     """Layer 0's K and V depend on no attention: absmax / 127 of one position of one head, half to even, in numpy's float32."""
     truth = truths[name]

@@ -18,8 +18,8 @@ import pytest
 import toy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from record import Record
 from test_cli import kestrel, refused
-from test_generate import Record
 from test_sample import changed, sample
 
 from kestrel.errors import KestrelError

@@ -196,10 +196,10 @@ print(seen.hexdigest())
 """
 
 
-def test_more_threads_than_cores_finish():
+def test_more_threads_than_cores_finish(emulated):
     """8 and 33 threads, all on one core, and as many as there are: the same bits, in seconds and not in minutes."""
     found = set()
-    for threads, cpus in ((1, 0), (8, 0), (8, 1), (33, 1)):
+    for threads, cpus in ((1, 0), (8, 1)) if emulated else ((1, 0), (8, 0), (8, 1), (33, 1)):
         done = subprocess.run([sys.executable, "-c", CODE, toy.long_toy(), str(threads), str(cpus)], stdout=subprocess.PIPE, universal_newlines=True,
                               check=True, timeout=120)
         found.add(done.stdout)

@@ -17,6 +17,7 @@ from typing import Dict, Sequence, Tuple
 import numpy as np
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
+ALPHABET = [bytes([c]) for c in b"abcdefghij"]     # ten tokens for a Script
 TINY = ("tiny-llama3", "tiny-tied", "tiny-untied")
 OTHERS = ("tiny-biased", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3", "tiny-phi3", "tiny-yarn")  # the other architectures, one each
 
