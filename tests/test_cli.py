@@ -345,16 +345,6 @@ def test_ctrl_c_during_the_imports(tmp_path):
     assert (code, out, err) == (-signal.SIGINT, b"", b"")
 
 
-@pytest.mark.native_only
-@pytest.mark.parametrize("start", [["-m", "kestrel"], ["-c", "from kestrel.__main__ import main; main()"]])
-def test_ctrl_c_before_the_command_has_begun(tmp_path, start):
-    """While modules are imported: the end a program without a handler has, and no traceback."""
-    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = subprocess.run([sys.executable, *start, "--version"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])))
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
-
-
 def test_output_without_a_utf8_locale(path):
     """A bare C locale: text still goes out as UTF-8."""
     script = toy.Script(["é😀".encode(), b" ok"])
