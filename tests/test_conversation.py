@@ -201,18 +201,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(path, digits):
             if select.select([t.fd], [], [], 1)[0]:
                 break
         t.until("> ")
-        t.send("abc\n")
-        t.until("abc\r\n")
-        while not any(c.isdigit() for c in t.seen):
-            assert select.select([t.fd], [], [], 30)[0]
-            t.seen += os.read(t.fd, 1 << 16).decode("utf-8", "replace")
-        t.send("\x03")
-        assert "kestrel: stopped" in t.until("> ")
-        t.send("go on\n")
-        t.until("go on\r\n")
-        t.send("\x03")
-        t.until("stopped")
-        t.until("> ")
+        for line in ("abc", "go on"):
+            t.send(line + "\n")
+            t.until(line + "\r\n")     # the terminal's echo: the answer begins some time after it
+            while not any(c.isdigit() for c in t.seen):
+                assert select.select([t.fd], [], [], 30)[0]
+                t.seen += os.read(t.fd, 1 << 16).decode("utf-8", "replace")
+            t.send("\x03")
+            assert "kestrel: stopped" in t.until("> ")
         t.send("/exit\n")
         assert t.process.wait(30) == 0
     finally:
