@@ -32,6 +32,7 @@ _INTERRUPTED = 1.5   # times the usual cost of its width: a pass that took longe
 _HICCUPS = 4.0       # times B that interruptions of speculative steps may cost beyond what their widths usually do
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
 _SLACK = 0.05        # S, of c(1)
+_PAUSE = 8           # rounds after a no of the ledger in which it isn't asked again: asking took 45 us, more than e earns in a step of 7 ms
 _FIRST_REACH = 8     # tokens of the longest draft; doubles when all of one that long were right
 
 
@@ -288,6 +289,7 @@ class Planner(Speculation):
         self._survival = Survival()
         self._untold: List[int] = []  # while the ledger says no, telling the drafter waits too
         self._since_plain = _PLAIN_EVERY  # a request begins with a plain step
+        self._pause = 0
         self._reach = _FIRST_REACH
         self._lookups = [0.0] * 3     # seconds of the last ones
         self._widest = 0.0            # largest c(w) - c(1) of a width used
@@ -296,8 +298,12 @@ class Planner(Speculation):
 
     def draft(self, most: int, past: int) -> Proposal:
         """See Speculation. Empty when the ledger says no, when no length promises a gain, or when a plain step must be measured."""
-        begin = self._clock()
         self._proposal = draft = Proposal()
+        if self._pause:
+            self._pause -= 1
+            self.looked = 0.0
+            return draft
+        begin = self._clock()
         most = min(most, self._reach, self._most)
         if most > 0 and self._since_plain < _PLAIN_EVERY:
             costs = self._costs.at(past)
@@ -315,6 +321,8 @@ class Planner(Speculation):
                     if found:
                         draft = self._choose(found, costs, free, self._clock() - begin)
                     self._lookups = [*self._lookups[1:], self._clock() - begin]
+                else:
+                    self._pause = _PAUSE
         self._since_plain += 1
         self.looked = self._clock() - begin
         self._spend(self.looked)
@@ -357,10 +365,7 @@ class Planner(Speculation):
         """See Speculation."""
         if prefill:
             return super().count(committed, accepted, width, past, seconds, prefill)
-        begin = self._clock()
         self._untold += committed
-        if self._proposal:
-            self._survival.learn(self._proposal, committed)
         self._settle(len(committed), width, past, seconds)
         if width == 1:
             self._since_plain = 0
@@ -373,8 +378,12 @@ class Planner(Speculation):
             self._debt = max(self._debt, -self.allowance)
             if accepted >= self._reach:
                 self._reach *= 2
-        spent = self._clock() - begin
-        self.looked += spent
-        self._spend(spent)
-        self.elapsed += seconds + spent
+        self.elapsed += seconds
+        if self._proposal:
+            begin = self._clock()
+            self._survival.learn(self._proposal, committed)
+            spent = self._clock() - begin
+            self.looked += spent
+            self._spend(spent)
+            self.elapsed += spent
         return Round(self._proposal.source, self._proposal.match, width, accepted, seconds, self.ledger)
