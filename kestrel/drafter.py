@@ -160,15 +160,16 @@ class Resumption:
                 else:
                     self._lost += 1
             history.append(token)
-            if len(history) < size:
+            end = len(history)
+            if end < size:
                 continue
-            key = tuple(history[-size:])
+            key, after = tuple(history[-size:]), self._after
             if not self._at:
-                self._at = self._after.get(key, 0) or self._older.get(key, 0)
+                self._at = after.get(key, 0) or self._older.get(key, 0)
                 self._run = size if self._at else 0
-            self._after[key] = len(history)
-            if len(self._after) >= self._ceiling:
-                self._older, self._after = self._after, {}
+            after[key] = end
+            if len(after) >= self._ceiling:
+                self._older, self._after = after, {}
 
     def propose(self, most: int) -> Proposal:
         """See Drafter."""
@@ -278,7 +279,12 @@ class Sources:
 
     def proposals(self, most: int) -> List[Proposal]:
         """Of each drafter that has a guess."""
-        return [p for p in (as_proposal(d.propose(most), most) for d in self._drafters) if p]
+        found = []
+        for drafter in self._drafters:
+            guess = drafter.propose(most)
+            if len(guess):
+                found.append(as_proposal(guess, most))
+        return found
 
     def propose(self, most: int) -> Proposal:
         """See Drafter."""

@@ -22,7 +22,7 @@ LOSS = 0.005         # e: the share of its time that a request may lose
 MOST_WIDTH = 33      # the known token and a draft of 32
 _RECENT = 5          # passes whose median is the cost of a width
 _PLAINS = 16         # plain steps whose mean the ledger goes by
-_SAME = 0.02         # a change of a cost that is none
+_SAME = 0.05         # a change of a cost that is none (0.02: at 5 % of noise the curve was made anew every second round, 10 us each)
 _FORGET = 8          # passes after which the cost of a width that nothing used is doubted: 16 when it was measured once, 256 when five times
 _PLAIN_EVERY = 64    # rounds after which a plain step measures its cost again though every round had a draft
 _FIRST_SLOPE = 0.15  # of c(1) a row, while no other width is known
@@ -82,8 +82,8 @@ class StepCosts:
         self._passes = 0
         self._last_plain: Optional[float] = None
 
-    def add(self, width: int, past: int, seconds: float) -> None:
-        """A pass of `width` rows after `past` positions took so long."""
+    def add(self, width: int, past: int, seconds: float) -> _Context:
+        """A pass of `width` rows after `past` positions took so long. Returns its context."""
         context = self._contexts[context_bucket(past)]
         recent = context.recent[width]
         recent.append(seconds if seconds > 1e-9 else 1e-9)
@@ -103,6 +103,7 @@ class StepCosts:
                 context.curve = None
             else:
                 context.known[width] = median
+        return context
 
     def at(self, past: int) -> _Context:
         """What is known of passes after so many positions.
@@ -121,12 +122,14 @@ class StepCosts:
         curve = [0.0, plain]
         slope = _FIRST_SLOPE * plain
         context.narrowest, context.widest = 0, 1
+        shorter = [lower for lower in reversed(self._contexts[:bucket]) if lower.median[1] is not None]
         for width in range(2, MOST_WIDTH + 1):
             seconds = known[width]
             if seconds is None:
-                seconds = known[width] = self._shorter(bucket, width, plain) if bucket else None
-                if seconds is None:
+                lower = next((lower for lower in shorter if lower.median[width] is not None), None) if shorter else None
+                if lower is None:
                     continue
+                seconds = known[width] = lower.median[width] * plain / lower.median[1]
             context.narrowest, context.widest = context.narrowest or width, width
             if context.recent[width] and self._passes - context.used[width] > _FORGET << len(context.recent[width]):
                 continue
@@ -152,15 +155,8 @@ class StepCosts:
         return self._contexts[context_bucket(past)].plain or self._last_plain
 
     def curve(self, past: int) -> Optional[List[float]]:
-        """Seconds by width, [1] to [MOST_WIDTH], to within 2 %; None until a plain step was measured in this context. See `at`."""
+        """Seconds by width, [1] to [MOST_WIDTH], to within 5 %; None until a plain step was measured in this context. See `at`."""
         return self.at(past).curve
-
-    def _shorter(self, bucket: int, width: int, plain: float) -> Optional[float]:
-        for lower in range(bucket - 1, -1, -1):
-            seconds, plain_there = self._contexts[lower].median[width], self._contexts[lower].median[1]
-            if seconds is not None and plain_there is not None:
-                return seconds * plain / plain_there
-        return None
 
 
 class Survival:
@@ -256,14 +252,14 @@ class Speculation:
         self._balance += seconds
 
     def _settle(self, tokens: int, width: int, past: int, seconds: float) -> None:
-        self._costs.add(width, past, seconds)
+        median = self._costs.add(width, past, seconds).median
         if width > 1:
             plain = self._costs.plain(past)
             if plain is None:
                 self._unpriced += tokens
             lost = seconds - tokens * (plain or 0.0)
-            usual = self._costs.measured(1, past)
-            self.ledger += lost if usual is None else min(seconds, _INTERRUPTED * (self._costs.measured(width, past) or 0.0)) - tokens * usual
+            usual = median[1]
+            self.ledger += lost if usual is None else min(seconds, _INTERRUPTED * (median[width] or 0.0)) - tokens * usual
             self._debt += lost
             self._balance += lost
 
