@@ -28,7 +28,7 @@ _PLAIN_EVERY = 64    # rounds after which a plain step measures its cost again t
 _FIRST_SLOPE = 0.15  # of c(1) a row, while no other width is known
 _LEAST_SLOPE = 0.03  # of c(1) a row there, at least
 _MOST_NOMINAL = 1.0  # times c(1), at most: a cost not seen yet must not loosen the cap
-_INTERRUPTED = 1.5   # times the usual cost of its width: a pass that took longer was interrupted, by what interrupts plain steps too
+_INTERRUPTED = 1.15  # times the usual cost of its width: a pass that took longer was interrupted, by what interrupts plain steps too
 _HICCUPS = 4.0       # times B that interruptions of speculative steps may cost beyond what their widths usually do
 _NOMINAL = 9         # B is c(9) - c(1) until a dearer width was used
 _SLACK = 0.05        # S, of c(1)
@@ -59,10 +59,11 @@ class _Context:
     known: seconds, None where nothing is known; curve: every width's. Both None until a plain step was measured here. [0] is no width.
     """
 
-    __slots__ = ("recent", "median", "used", "known", "curve", "narrowest", "widest", "until", "plain", "plains")
+    __slots__ = ("recent", "ratios", "median", "used", "known", "curve", "narrowest", "widest", "until", "plain", "plains")
 
     def __init__(self) -> None:
         self.recent: List[List[float]] = [[] for _ in range(MOST_WIDTH + 1)]
+        self.ratios: List[List[float]] = [[] for _ in range(MOST_WIDTH + 1)]  # to c(1) as it was then: what drifts with it stays
         self.median: List[Optional[float]] = [None] * (MOST_WIDTH + 1)
         self.used = [0] * (MOST_WIDTH + 1)
         self.known: List[Optional[float]] = []
@@ -72,6 +73,11 @@ class _Context:
         self.until = 0  # the pass when the curve is made anew whatever came
         self.plain = 0.0  # mean of the last plain steps
         self.plains = 0
+
+    def ratio(self, width: int) -> float:
+        """c(w)/c(1), the median of the last passes, each against c(1) of its time; needs a pass of `width` when c(1) was known."""
+        ratios = sorted(self.ratios[width])
+        return ratios[(len(ratios) - 1) // 2]
 
 
 class StepCosts:
@@ -93,6 +99,12 @@ class StepCosts:
         context.median[width] = median
         self._passes += 1
         context.used[width] = self._passes
+        plain = context.median[1]
+        if width > 1 and plain is not None:
+            ratios = context.ratios[width]
+            ratios.append(seconds / plain)
+            if len(ratios) > _RECENT:
+                del ratios[0]
         if width == 1:
             context.plains = min(context.plains + 1, _PLAINS)
             context.plain += (seconds - context.plain) / context.plains
@@ -252,14 +264,18 @@ class Speculation:
         self._balance += seconds
 
     def _settle(self, tokens: int, width: int, past: int, seconds: float) -> None:
-        median = self._costs.add(width, past, seconds).median
+        context = self._costs.add(width, past, seconds)
         if width > 1:
             plain = self._costs.plain(past)
             if plain is None:
                 self._unpriced += tokens
             lost = seconds - tokens * (plain or 0.0)
-            usual = median[1]
-            self.ledger += lost if usual is None else min(seconds, _INTERRUPTED * (median[width] or 0.0)) - tokens * usual
+            usual = context.median[1]
+            if usual is None:
+                self.ledger += lost
+            else:
+                expected = usual * context.ratio(width)
+                self.ledger += (seconds if seconds <= _INTERRUPTED * expected else expected) - tokens * usual
             self._debt += lost
             self._balance += lost
 
