@@ -120,7 +120,8 @@ class StepCosts:
     def at(self, past: int) -> _Context:
         """What is known of passes after so many positions.
 
-        A width that was not measured in this context costs what it did in a shorter one, relative to c(1). Of the others the curve says that
+        A width costs what it did relative to c(1) of its time: after a second at half the speed c(2) looked like 2.5 c(1), and the ledger let
+        nothing measure it again. One that was not measured in this context costs what it did in a shorter one, so too. Of the others the curve says that
         they lie on the line between their neighbours, beyond the widest on the line from c(1) or from the last but one, the steeper of the
         two. It says so too of a width that was measured long ago, the sooner the fewer times: a bad moment must not last.
         """
@@ -130,7 +131,7 @@ class StepCosts:
         if plain is None or context.curve is not None and self._passes < context.until:
             return context
         context.until = self._passes + 2 * _FORGET
-        context.known = known = context.median[:]
+        context.known = known = [plain * context.ratio(width) if context.ratios[width] else seconds for width, seconds in enumerate(context.median)]
         curve = [0.0, plain]
         slope = _FIRST_SLOPE * plain
         context.narrowest, context.widest = 0, 1
@@ -138,10 +139,10 @@ class StepCosts:
         for width in range(2, MOST_WIDTH + 1):
             seconds = known[width]
             if seconds is None:
-                lower = next((lower for lower in shorter if lower.median[width] is not None), None) if shorter else None
+                lower = next((lower for lower in shorter if lower.ratios[width]), None) if shorter else None
                 if lower is None:
                     continue
-                seconds = known[width] = lower.median[width] * plain / lower.median[1]
+                seconds = known[width] = lower.ratio(width) * plain
             context.narrowest, context.widest = context.narrowest or width, width
             if context.recent[width] and self._passes - context.used[width] > _FORGET << len(context.recent[width]):
                 continue

@@ -408,3 +408,14 @@ def test_a_fixed_draft_keeps_the_same_accounts():
     assert off.draft(10, 0) == []
     off.count([7], 0, 1, 0, 1.0)
     assert off.saved(0) == off.looked == 0.0
+
+
+def test_what_a_width_cost_in_a_slow_second_is_relative_to_a_plain_step_then():
+    costs = StepCosts()
+    for seconds in (0.0136, 0.0136, 0.0136):
+        costs.add(1, 600, seconds)
+        costs.add(2, 600, 1.25 * seconds)
+    for _ in range(5):
+        costs.add(1, 600, 0.0064)
+    context = costs.at(600)
+    assert [context.known[1], context.known[2], context.curve[2]] == pytest.approx([0.0064, 0.008, 0.008])
