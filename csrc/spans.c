@@ -21,6 +21,7 @@ static kestrel_span span_of(const step *s, const kestrel_tile *tile, int32_t spa
                       .hi = m->hi + tile->row0, .state = states, .work = work};
     const void *v;
     kestrel_kv_span(tile->kv, s->layer, tile->head, span, &a.k, &a.v);
+    a.next = a.k;
     if (next) kestrel_kv_span(next->kv, s->layer, next->head, next_span, &a.next, &v);
     return a;
 }

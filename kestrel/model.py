@@ -136,7 +136,7 @@ class ForwardModel:
         self._work = ffi.new("uint64_t[]", 1)
         self._row = ffi.NULL  # scratch for logits that settings change
         self._token = ffi.new("int32_t *")
-        self._decode_seconds = math.inf  # of the last pass of few rows
+        self._row_seconds = math.inf  # of the last pass of few rows, each
         self.scratch_bytes: int = lib.kestrel_model_scratch_bytes(self._handle)
 
     def _describe(self) -> Tuple[Any, List[Any]]:
@@ -273,13 +273,13 @@ class ForwardModel:
 
     def _run(self, m: int, cancellable: bool = True) -> None:
         few, begin = m <= lib.KESTREL_FEW_ROWS, time.perf_counter()
-        if not cancellable or few and self._decode_seconds < _SOON:
+        if not cancellable or few and m * self._row_seconds < _SOON:
             status = lib.kestrel_step(self._handle, self._rows, m, self._output, -1)
         else:
             with _wakeup_descriptor() as descriptor:
                 status = lib.kestrel_step(self._handle, self._rows, m, self._output, descriptor)
         if few:
-            self._decode_seconds = time.perf_counter() - begin
+            self._row_seconds = (time.perf_counter() - begin) / m
         if status == _native.E_CANCELLED:
             raise Cancelled()
         if status == _native.E_NOT_FINITE:
@@ -312,7 +312,7 @@ class ForwardModel:
         return TokenLogprobs(token, logprob[0], list(zip(ids, values)))
 
 
-_SOON = 0.05  # seconds: a signal may wait for a pass of few rows when the last one took less (watching for it takes 0.1 ms)
+_SOON = 0.25  # seconds: a signal may wait for a pass of few rows that takes less at the last one's price a row (watching takes 0.1 ms)
 _pipe: Optional[Tuple[int, int, int]] = None  # (process id, read end, write end)
 
 
