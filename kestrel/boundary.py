@@ -12,12 +12,13 @@ import os
 from statistics import median
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from .costs import StepCosts
 from .destination import new_file, resolved
 from .drafter import Drafter, Proposal
 from .errors import KestrelError
 from .generate import DraftFrom, Model
 from .model import MAX_DRAFT
-from .planner import Planner, Round, Speculation, StepCosts
+from .planner import Planner, Round, Speculation
 from .workloads import Workload, builtin_workloads
 
 LENGTHS = (2, 4, 8)  # fixed drafts that auto is compared with

@@ -14,11 +14,12 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from . import model as forward_model
 from .acceptance import Acceptance
+from .costs import StepCosts
 from .drafter import CallableDrafter, Drafter, NoDraft, PromptLookup, ReferenceText, Resumption, Sources, SuffixDrafter
 from .errors import KestrelError
 from .memory import available_bytes, require
 from .model import MAX_DRAFT, Cancelled, ForwardModel, KVCache
-from .planner import Planner, Round, Speculation, StepCosts
+from .planner import Planner, Round, Speculation
 from .sampling import Sampling, Settings, TokenLogprobs, check_integer
 from .tokenizer import Tokenizer
 

@@ -50,6 +50,7 @@ def csrc_build():
 def pytest_configure(config):
     """Bring the library up to date before any test module imports kestrel."""
     signal.signal(signal.SIGINT, signal.default_int_handler)    # a job in the background begins with it ignored, and so would its children
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, likewise
     if EMULATED:
         if not (ROOT / "kestrel" / "libkestrel.so").exists():
             raise pytest.UsageError(f"{ROOT}/kestrel has no libkestrel.so: under emulation run the tree of cross/build_aarch64.py")

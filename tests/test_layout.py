@@ -11,7 +11,7 @@ import pytest
 # the way of the data; a module imports only from modules before it (tokenizer and chat stand before model: a conversion's
 # calibration reads text)
 ORDER = ("errors", "destination", "cgroup", "cores", "_native", "parallel", "fields", "architecture", "rope", "config", "container", "vocabulary", "checkpoint", "pull", "tokenizer", "chat", "pack", "toy", "synthetic", "sampling", "memory",
-         "model", "calibration", "convert", "suffix", "drafter", "acceptance", "planner", "generate", "conversation", "info", "quality", "covering", "check", "telemetry", "bench", "workloads", "boundary", "startup", "device", "report",
+         "model", "calibration", "convert", "suffix", "drafter", "acceptance", "costs", "planner", "generate", "conversation", "info", "quality", "covering", "check", "telemetry", "bench", "workloads", "boundary", "startup", "device", "report",
          "terminal", "bench_command",
          "cli", "__main__")
 

@@ -9,8 +9,9 @@ from test_drafter import lines_run, text_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kestrel.costs import MOST_WIDTH, StepCosts
 from kestrel.drafter import Proposal, Resumption, Sources, SuffixDrafter
-from kestrel.planner import LOSS, MOST_WIDTH, Planner, Speculation, StepCosts, Survival
+from kestrel.planner import LOSS, Planner, Speculation, Survival
 
 pytestmark = pytest.mark.native_only  # Python alone, the same everywhere
 
