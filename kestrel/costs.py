@@ -67,7 +67,7 @@ class StepCosts:
         plain = context.median[1]
         if width > 1 and plain is not None:
             ratios = context.ratios[width]
-            ratios.append(seconds / plain)
+            ratios.append(recent[-1] / plain)
             if len(ratios) > _RECENT:
                 del ratios[0]
         if width == 1:
