@@ -11,8 +11,6 @@ enum { QUERIES = 3, MOST_D = 512 };
  * memory a span (d 64, 3 queries) took 1.80 us in f16 and 1.69 in int8; 2.14 and 2.32 without the values', 3.3 and 2.5 with none; 1.39 and 1.62 cached. */
 enum { AHEAD = 2048 };
 
-static inline int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
-
 static inline __attribute__((always_inline)) __m256 load(const void *p, int32_t type, int64_t i)
 {
     if (type == KESTREL_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const int8_t *)p + i))));

@@ -14,8 +14,6 @@ enum { QUERIES = 8, MOST_D = 512 };
 /* Vectors a tile of n queries is wide: 8 to 16 chains of fma hide its latency. */
 INLINE int width(int n) { return n <= 4 ? 4 : 2; }
 
-INLINE int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
-
 INLINE __m512 load(const void *p, int32_t type, int64_t i)
 {
     if (type == KESTREL_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)((const int8_t *)p + i))));

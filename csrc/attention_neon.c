@@ -38,8 +38,6 @@ INLINE void load(const void *p, int64_t at, int32_t type, int vectors, float32x4
     }
 }
 
-INLINE int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
-
 /* Into the second cache level: V while K is read, the next span's K while V is. On avx2 that was worth a third of a span's time; not measured on a board. */
 INLINE void fetch(const void *p, int64_t at, int64_t bytes)
 {

@@ -151,6 +151,8 @@ typedef struct kestrel_span {
     float *work;        /* [queries][SPAN] */
     const void *next;   /* the K that the same thread will read next: fetched while V is, as V is while K is. A hint: any address */
 } kestrel_span;
+/* Of a cache of that type. */
+static inline int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
 enum { STATE_HEAD = 16 }; /* floats before A: [0] max, [8..15] L */
 /* Of an int8 span's `k` or `v`. */
 static inline const float *kestrel_span_scales(const void *values, int64_t d) { return (const float *)((const int8_t *)values + SPAN * d); }

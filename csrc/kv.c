@@ -17,7 +17,6 @@
 
 enum { MOST_D = 512, HUGE_PAGE = 2 << 20 };
 
-static int64_t element_bytes(int32_t type) { return type == KESTREL_F32 ? 4 : type == KESTREL_F16 ? 2 : 1; }
 static int64_t scale_bytes(int32_t type) { return type == KESTREL_INT8 ? 4 : 0; }
 /* K or V of one position of one head. */
 static int64_t row_bytes(int32_t type, int64_t d) { return d * element_bytes(type) + scale_bytes(type); }
